@@ -1,0 +1,1 @@
+"""The expert worker: a shard of the routed experts behind device slots."""

@@ -1,0 +1,110 @@
+from forefetch.v1 import tensor_pb2 as _tensor_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ExpertServiceDescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ExpertServiceDescribeResponse(_message.Message):
+    __slots__ = ("model_digest", "model", "shard", "shards", "layers", "hidden_size", "dtype", "device", "shm_domain", "instance_id", "max_rows", "version")
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    SHM_DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    model_digest: str
+    model: str
+    shard: int
+    shards: int
+    layers: _containers.RepeatedCompositeFieldContainer[LayerExperts]
+    hidden_size: int
+    dtype: _tensor_pb2.DataType
+    device: str
+    shm_domain: str
+    instance_id: str
+    max_rows: int
+    version: str
+    def __init__(self, model_digest: _Optional[str] = ..., model: _Optional[str] = ..., shard: _Optional[int] = ..., shards: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., device: _Optional[str] = ..., shm_domain: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_rows: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+
+class LayerExperts(_message.Message):
+    __slots__ = ("layer", "experts")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    experts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., experts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ForwardRequest(_message.Message):
+    __slots__ = ("frame",)
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    frame: bytes
+    def __init__(self, frame: _Optional[bytes] = ...) -> None: ...
+
+class ForwardResponse(_message.Message):
+    __slots__ = ("frame",)
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    frame: bytes
+    def __init__(self, frame: _Optional[bytes] = ...) -> None: ...
+
+class OpenShmRequest(_message.Message):
+    __slots__ = ("segment", "nonce")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    segment: str
+    nonce: bytes
+    def __init__(self, segment: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+
+class OpenShmResponse(_message.Message):
+    __slots__ = ("instance_id",)
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    def __init__(self, instance_id: _Optional[str] = ...) -> None: ...
+
+class ExpertServiceGetStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ExpertServiceGetStatsResponse(_message.Message):
+    __slots__ = ("uptime_s", "calls", "rows", "pairs", "errors", "weight_bytes", "compute_ns", "load", "routers")
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_NS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    uptime_s: float
+    calls: int
+    rows: int
+    pairs: int
+    errors: int
+    weight_bytes: int
+    compute_ns: int
+    load: _containers.RepeatedCompositeFieldContainer[ExpertLoad]
+    routers: int
+    def __init__(self, uptime_s: _Optional[float] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., pairs: _Optional[int] = ..., errors: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., compute_ns: _Optional[int] = ..., load: _Optional[_Iterable[_Union[ExpertLoad, _Mapping]]] = ..., routers: _Optional[int] = ...) -> None: ...
+
+class ExpertLoad(_message.Message):
+    __slots__ = ("layer", "experts", "pairs")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    experts: _containers.RepeatedScalarFieldContainer[int]
+    pairs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., experts: _Optional[_Iterable[int]] = ..., pairs: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -1,0 +1,407 @@
+from forefetch.v1 import tensor_pb2 as _tensor_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP_TOKEN: _ClassVar[FinishReason]
+    FINISH_REASON_STOP_STRING: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_CONTEXT: _ClassVar[FinishReason]
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP_TOKEN: FinishReason
+FINISH_REASON_STOP_STRING: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_CONTEXT: FinishReason
+
+class ChatMessage(_message.Message):
+    __slots__ = ("role", "content")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    content: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+
+class ChatPrompt(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
+
+class TokenPrompt(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SamplingParams(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class StopParams(_message.Message):
+    __slots__ = ("max_tokens", "strings", "token_ids", "ignore_eos")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STRINGS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    strings: _containers.RepeatedScalarFieldContainer[str]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    def __init__(self, max_tokens: _Optional[int] = ..., strings: _Optional[_Iterable[str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("text", "tokens", "chat", "sampling", "stop", "top_logprobs", "request_id")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    tokens: TokenPrompt
+    chat: ChatPrompt
+    sampling: SamplingParams
+    stop: StopParams
+    top_logprobs: int
+    request_id: str
+    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopParams, _Mapping]] = ..., top_logprobs: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("token", "finish")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    token: TokenEvent
+    finish: FinishEvent
+    def __init__(self, token: _Optional[_Union[TokenEvent, _Mapping]] = ..., finish: _Optional[_Union[FinishEvent, _Mapping]] = ...) -> None: ...
+
+class TokenLogprob(_message.Message):
+    __slots__ = ("token_id", "logprob")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: float
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
+
+class TokenEvent(_message.Message):
+    __slots__ = ("index", "token_id", "text", "logprob", "top_logprobs", "timings")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    token_id: int
+    text: str
+    logprob: TokenLogprob
+    top_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    timings: StepTimings
+    def __init__(self, index: _Optional[int] = ..., token_id: _Optional[int] = ..., text: _Optional[str] = ..., logprob: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ...) -> None: ...
+
+class StepTimings(_message.Message):
+    __slots__ = ("total_ns", "attention_ns", "gate_ns", "link_ns", "expert_ns", "copy_wait_ns", "queue_ns", "combine_ns", "sampling_ns", "batch", "tokens")
+    TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_NS_FIELD_NUMBER: _ClassVar[int]
+    GATE_NS_FIELD_NUMBER: _ClassVar[int]
+    LINK_NS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_NS_FIELD_NUMBER: _ClassVar[int]
+    COPY_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
+    COMBINE_NS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_NS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    total_ns: int
+    attention_ns: int
+    gate_ns: int
+    link_ns: int
+    expert_ns: int
+    copy_wait_ns: int
+    queue_ns: int
+    combine_ns: int
+    sampling_ns: int
+    batch: int
+    tokens: int
+    def __init__(self, total_ns: _Optional[int] = ..., attention_ns: _Optional[int] = ..., gate_ns: _Optional[int] = ..., link_ns: _Optional[int] = ..., expert_ns: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., combine_ns: _Optional[int] = ..., sampling_ns: _Optional[int] = ..., batch: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class FinishEvent(_message.Message):
+    __slots__ = ("reason", "text", "usage", "ttft_ns", "duration_ns", "request_id", "seed", "approximations", "stop_string")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    TTFT_NS_FIELD_NUMBER: _ClassVar[int]
+    DURATION_NS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    APPROXIMATIONS_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    reason: FinishReason
+    text: str
+    usage: Usage
+    ttft_ns: int
+    duration_ns: int
+    request_id: str
+    seed: int
+    approximations: Approximations
+    stop_string: str
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ttft_ns: _Optional[int] = ..., duration_ns: _Optional[int] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., approximations: _Optional[_Union[Approximations, _Mapping]] = ..., stop_string: _Optional[str] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "replayed_steps")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    replayed_steps: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., replayed_steps: _Optional[int] = ...) -> None: ...
+
+class Approximations(_message.Message):
+    __slots__ = ("kv_format", "shadow_experts")
+    KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    kv_format: str
+    shadow_experts: int
+    def __init__(self, kv_format: _Optional[str] = ..., shadow_experts: _Optional[int] = ...) -> None: ...
+
+class TokenizeRequest(_message.Message):
+    __slots__ = ("text", "chat")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    chat: ChatPrompt
+    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ...) -> None: ...
+
+class TokenizeResponse(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeResponse(_message.Message):
+    __slots__ = ("model", "model_digest", "family", "context_length", "vocab_size", "default_max_tokens", "max_waiting", "max_batch", "kv_format", "page_size", "device", "dtype", "workers", "version")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAITING_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
+    KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    model_digest: str
+    family: str
+    context_length: int
+    vocab_size: int
+    default_max_tokens: int
+    max_waiting: int
+    max_batch: int
+    kv_format: str
+    page_size: int
+    device: str
+    dtype: _tensor_pb2.DataType
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    version: str
+    def __init__(self, model: _Optional[str] = ..., model_digest: _Optional[str] = ..., family: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., default_max_tokens: _Optional[int] = ..., max_waiting: _Optional[int] = ..., max_batch: _Optional[int] = ..., kv_format: _Optional[str] = ..., page_size: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("address", "link", "up", "experts", "shard", "shards", "reconnects", "pairs", "calls")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    UP_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    RECONNECTS_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    link: str
+    up: bool
+    experts: int
+    shard: int
+    shards: int
+    reconnects: int
+    pairs: int
+    calls: int
+    def __init__(self, address: _Optional[str] = ..., link: _Optional[str] = ..., up: bool = ..., experts: _Optional[int] = ..., shard: _Optional[int] = ..., shards: _Optional[int] = ..., reconnects: _Optional[int] = ..., pairs: _Optional[int] = ..., calls: _Optional[int] = ...) -> None: ...
+
+class GetStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Quantiles(_message.Message):
+    __slots__ = ("p50_ns", "p99_ns", "count")
+    P50_NS_FIELD_NUMBER: _ClassVar[int]
+    P99_NS_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    p50_ns: int
+    p99_ns: int
+    count: int
+    def __init__(self, p50_ns: _Optional[int] = ..., p99_ns: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class GetStatsResponse(_message.Message):
+    __slots__ = ("uptime_s", "requests_ok", "requests_failed", "running", "waiting", "prompt_tokens", "completion_tokens", "steps", "replayed_steps", "pages_total", "pages_used", "ttft", "tpot", "step", "workers", "kv", "mean_step")
+    class RequestsFailedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_OK_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_USED_FIELD_NUMBER: _ClassVar[int]
+    TTFT_FIELD_NUMBER: _ClassVar[int]
+    TPOT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    MEAN_STEP_FIELD_NUMBER: _ClassVar[int]
+    uptime_s: float
+    requests_ok: int
+    requests_failed: _containers.ScalarMap[str, int]
+    running: int
+    waiting: int
+    prompt_tokens: int
+    completion_tokens: int
+    steps: int
+    replayed_steps: int
+    pages_total: int
+    pages_used: int
+    ttft: Quantiles
+    tpot: Quantiles
+    step: Quantiles
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    kv: KvStatus
+    mean_step: StepTimings
+    def __init__(self, uptime_s: _Optional[float] = ..., requests_ok: _Optional[int] = ..., requests_failed: _Optional[_Mapping[str, int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., replayed_steps: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., ttft: _Optional[_Union[Quantiles, _Mapping]] = ..., tpot: _Optional[_Union[Quantiles, _Mapping]] = ..., step: _Optional[_Union[Quantiles, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., kv: _Optional[_Union[KvStatus, _Mapping]] = ..., mean_step: _Optional[_Union[StepTimings, _Mapping]] = ...) -> None: ...
+
+class KvStatus(_message.Message):
+    __slots__ = ("address", "up", "blocks_sent", "blocks_dropped", "blocks_waiting", "reconnects")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    UP_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_SENT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    RECONNECTS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    up: bool
+    blocks_sent: int
+    blocks_dropped: int
+    blocks_waiting: int
+    reconnects: int
+    def __init__(self, address: _Optional[str] = ..., up: bool = ..., blocks_sent: _Optional[int] = ..., blocks_dropped: _Optional[int] = ..., blocks_waiting: _Optional[int] = ..., reconnects: _Optional[int] = ...) -> None: ...
+
+class GetTraceRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class GetTraceResponse(_message.Message):
+    __slots__ = ("request_id", "trace_id", "arrival_unix_ns", "queued_ns", "steps", "workers", "steps_lost")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_NS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_LOST_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    trace_id: str
+    arrival_unix_ns: int
+    queued_ns: int
+    steps: _containers.RepeatedCompositeFieldContainer[StepTrace]
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    steps_lost: int
+    def __init__(self, request_id: _Optional[str] = ..., trace_id: _Optional[str] = ..., arrival_unix_ns: _Optional[int] = ..., queued_ns: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepTrace, _Mapping]]] = ..., workers: _Optional[_Iterable[str]] = ..., steps_lost: _Optional[int] = ...) -> None: ...
+
+class StepTrace(_message.Message):
+    __slots__ = ("step", "start_ns", "timings", "token_index", "prefill_tokens", "layers")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    START_NS_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    start_ns: int
+    timings: StepTimings
+    token_index: int
+    prefill_tokens: int
+    layers: _containers.RepeatedCompositeFieldContainer[LayerTrace]
+    def __init__(self, step: _Optional[int] = ..., start_ns: _Optional[int] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., token_index: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerTrace, _Mapping]]] = ...) -> None: ...
+
+class LayerTrace(_message.Message):
+    __slots__ = ("layer", "start_ns", "attention_ns", "gate_ns", "experts_ns", "combine_ns", "calls")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    START_NS_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_NS_FIELD_NUMBER: _ClassVar[int]
+    GATE_NS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_NS_FIELD_NUMBER: _ClassVar[int]
+    COMBINE_NS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    start_ns: int
+    attention_ns: int
+    gate_ns: int
+    experts_ns: int
+    combine_ns: int
+    calls: _containers.RepeatedCompositeFieldContainer[WorkerCall]
+    def __init__(self, layer: _Optional[int] = ..., start_ns: _Optional[int] = ..., attention_ns: _Optional[int] = ..., gate_ns: _Optional[int] = ..., experts_ns: _Optional[int] = ..., combine_ns: _Optional[int] = ..., calls: _Optional[_Iterable[_Union[WorkerCall, _Mapping]]] = ...) -> None: ...
+
+class WorkerCall(_message.Message):
+    __slots__ = ("worker", "rows", "round_trip_ns", "queue_ns", "copy_wait_ns", "compute_ns")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_NS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
+    COPY_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_NS_FIELD_NUMBER: _ClassVar[int]
+    worker: int
+    rows: int
+    round_trip_ns: int
+    queue_ns: int
+    copy_wait_ns: int
+    compute_ns: int
+    def __init__(self, worker: _Optional[int] = ..., rows: _Optional[int] = ..., round_trip_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""The KV service: sealed KV blocks that outlive a router."""

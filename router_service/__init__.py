@@ -1,0 +1,1 @@
+"""The router: trunk, batching, sampling, and the users' API."""
