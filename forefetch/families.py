@@ -8,7 +8,7 @@ reference code honours and Forefetch does not goes to `refuse`, so that it is re
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forefetch.errors import UnsupportedModel
@@ -264,6 +264,4 @@ def _checked(spec: ModelSpec) -> ModelSpec:
         raise UnsupportedModel("no layer has routed experts; this is a dense model")
     if spec.attention_scale:
         return spec
-    from dataclasses import replace
-
     return replace(spec, attention_scale=spec.head_dim**-0.5)

@@ -60,11 +60,8 @@ class ExpertNames:
         """The tensors of `expert`, whose width (I) is `width` rows."""
         if self.gate_up:
             stacked = layer_prefix + self.gate_up
-            return ExpertTensors(
-                Slice(stacked, expert, (0, width)),
-                Slice(stacked, expert, (width, 2 * width)),
-                Slice(layer_prefix + self.down, expert),
-            )
+            gate, up = Slice(stacked, expert, (0, width)), Slice(stacked, expert, (width, 2 * width))
+            return ExpertTensors(gate, up, Slice(layer_prefix + self.down, expert))
         gate, up, down = (Slice(layer_prefix + name.format(e=expert)) for name in (self.gate, self.up, self.down))
         return ExpertTensors(gate, up, down)
 
@@ -113,9 +110,8 @@ class ModelSpec:
         """Reads `folder`/config.json. Raises UnsupportedModel naming the family, flag or value that is not supported."""
         from forefetch.families import read_spec
 
-        return read_spec(
-            read_json(folder / "config.json"), read_json(folder / "generation_config.json", {}), folder.resolve().name
-        )
+        config, generation = read_json(folder / "config.json"), read_json(folder / "generation_config.json", {})
+        return read_spec(config, generation, folder.resolve().name)
 
     def is_moe(self, layer: int) -> bool:
         """Whether `layer` has routed experts."""

@@ -41,7 +41,7 @@ class Checkpoint:
         where = Slice(what) if isinstance(what, str) else what
         tensor: torch.Tensor = self._view(where)
         self.read_log[where.name] = self.read_log.get(where.name, 0) + tensor.numel() * tensor.element_size()
-        return tensor.to(device=device, dtype=dtype or tensor.dtype, copy=True)
+        return tensor.to(device=device, dtype=dtype or tensor.dtype)
 
     def _view(self, where: Slice) -> torch.Tensor:
         path = self._where.get(where.name)
@@ -50,11 +50,9 @@ class Checkpoint:
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt")
         view = self._open[path].get_slice(where.name)
-        if where.index is None:
-            rows = slice(*where.rows) if where.rows else slice(None)
-            return view[rows] if view.get_shape() else self._open[path].get_tensor(where.name)
         rows = slice(*where.rows) if where.rows else slice(None)
-        return view[where.index : where.index + 1, rows][0]
+        tensor: torch.Tensor = view[rows] if where.index is None else view[where.index : where.index + 1, rows][0]
+        return tensor
 
     @property
     def digest(self) -> str:
@@ -120,7 +118,6 @@ def _digest(config: dict[str, Any], files: list[Path]) -> str:
                 entry = header[name]
                 first, last = entry["data_offsets"]
                 file.seek(start + first + max(0, (last - first - DIGEST_SAMPLE) // 2))
-                total.update(
-                    json.dumps([name, entry["dtype"], entry["shape"]]).encode() + file.read(min(DIGEST_SAMPLE, last - first))
-                )
+                total.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
+                total.update(file.read(min(DIGEST_SAMPLE, last - first)))
     return total.hexdigest()
