@@ -1,0 +1,43 @@
+"""Shared fixtures: checkpoints and oracles, each built once per session."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+if TYPE_CHECKING:
+    from reference_model import Oracle
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """checkpoint("qwen3") -> folder of that case of reference_model.CASES."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    @cache
+    def build(name: str) -> Path:
+        import reference_model
+
+        return reference_model.build(reference_model.CASES[name], folder)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def oracle(checkpoint: Callable[[str], Path]) -> Callable[[str], Oracle]:
+    """oracle("qwen3") -> transformers on that case's checkpoint."""
+
+    @cache
+    def load(name: str) -> Oracle:
+        import reference_model
+
+        return reference_model.Oracle(checkpoint(name))
+
+    return load
