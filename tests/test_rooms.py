@@ -1,0 +1,282 @@
+"""The import law of ARCHITECTURE.md, read off the source with `ast`; a violation names file and line.
+
+`violations(root)` is the law as a function, so that planted violations can prove that it bites.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SERVICES = ("router_service", "expert_worker", "kv_service")
+PACKAGES = ("forefetch", *SERVICES)
+MAX_FILE_LINES = 350
+MAX_FUNCTION_LINES = 60
+
+# Modules (with everything below them) that must never load a library, not even through another module of ours.
+TORCHLESS = ("errors", "settings", "rpc", "telemetry", "client", "cli", "cluster")
+GRPCLESS = ("errors", "spec", "families", "placement", "wire", "kernels")
+KERNELS_MAY = ("torch", "triton", "forefetch.kernels")
+
+# Rooms of a service, highest first: a module imports its own room and those below.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "edge": ("__main__", "server", "client", "handover"),
+    "device": ("engine", "trunk", "batch", "cache", "experts", "dispatch", "sampling", "text", "rope"),
+    "config": ("config",),
+    "pure": ("__init__", "scheduler", "pages", "admission", "slots", "store", "keys"),
+}
+PURE_MAY_NOT = (
+    "grpc",
+    "asyncio",
+    "threading",
+    "multiprocessing",
+    "time",
+    "datetime",
+    "os",
+    "random",
+    "torch",
+    "forefetch.settings",
+)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target. `lazy` when it runs inside a function and not when the module is loaded."""
+
+    target: str
+    line: int
+    lazy: bool
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    path: Path
+    tree: ast.Module
+    lines: int
+    imports: tuple[Import, ...]
+
+
+def test_the_source_obeys() -> None:
+    assert violations(ROOT) == []
+
+
+def violations(root: Path) -> list[str]:
+    """Every breach under `root`, as "file:line: what"."""
+    modules = load(root)
+    found: list[str] = []
+    for module in modules.values():
+        for line, text in [*_sizes(module), *_environment(module), *_own_imports(module), *_reaches(module, modules)]:
+            found.append(f"{module.path.relative_to(root)}:{line}: {text}")
+    return found
+
+
+def load(root: Path) -> dict[str, Module]:
+    """All modules of the packages but the generated stubs, by dotted name."""
+    paths = {}
+    for path in sorted(p for package in PACKAGES for p in (root / package).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if parts[:2] != ("forefetch", "v1"):
+            paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    modules = {}
+    for name, path in paths.items():
+        text = path.read_text()
+        tree = ast.parse(text)
+        imports = tuple(_imports(tree, paths))
+        modules[name] = Module(name, path, tree, len(text.splitlines()), imports)
+    return modules
+
+
+def _imports(node: ast.AST, ours: dict[str, Path], lazy: bool = False) -> Iterator[Import]:
+    """Import targets below `node`; `from a import b` means a.b when that is a module of ours, else a."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, child.lineno, lazy) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            if child.level:
+                yield Import("<relative>", child.lineno, lazy)
+            for target in {_resolve(child.module or "", alias.name, ours) for alias in child.names}:
+                yield Import(target, child.lineno, lazy)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            yield from (found for part in child.orelse for found in _imports(part, ours, lazy))
+        else:
+            inside = lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from _imports(child, ours, inside)
+
+
+def _resolve(module: str, name: str, ours: dict[str, Path]) -> str:
+    return f"{module}.{name}" if f"{module}.{name}" in ours else module
+
+
+def _under(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def _sizes(module: Module) -> Iterator[tuple[int, str]]:
+    if module.lines > MAX_FILE_LINES:
+        yield 1, f"{module.lines} lines, more than {MAX_FILE_LINES}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                yield node.lineno, f"{node.name} has {lines} lines, more than {MAX_FUNCTION_LINES}"
+
+
+def _environment(module: Module) -> Iterator[tuple[int, str]]:
+    """`os.environ` is read in settings.py and nowhere else."""
+    if module.name == "forefetch.settings":
+        return
+    names = ("environ", "environb", "getenv", "putenv")
+    for node in ast.walk(module.tree):
+        attribute = isinstance(node, ast.Attribute) and node.attr in names and isinstance(node.value, ast.Name)
+        if attribute and node.value.id == "os":  # type: ignore[attr-defined]
+            yield node.lineno, "touches os.environ; only forefetch/settings.py does"  # type: ignore[attr-defined]
+        if isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & set(names):
+            yield node.lineno, "touches os.environ; only forefetch/settings.py does"
+
+
+def _own_imports(module: Module) -> Iterator[tuple[int, str]]:
+    """The law for single import statements: packages, services, rooms, kernels."""
+    package = module.name.split(".")[0]
+    for found in module.imports:
+        if found.target == "<relative>":
+            yield found.line, "relative import; name the package"
+        other = found.target.split(".")[0]
+        if package == "forefetch" and other in SERVICES:
+            yield found.line, f"forefetch imports the service module {found.target}"
+        elif other in SERVICES and other != package and found.target != f"{other}.client":
+            yield found.line, f"{package} imports {found.target}; another service is reached through its client.py only"
+        elif other == package and package in SERVICES:
+            yield from _room(module, found)
+        if _under(module.name, ("forefetch.kernels",)) and not _kernel_may(found.target):
+            yield found.line, f"a kernel imports {found.target}; torch and triton are all it may"
+
+
+def _kernel_may(target: str) -> bool:
+    return _under(target, KERNELS_MAY) or target.partition(".")[0] in sys.stdlib_module_names
+
+
+def _room_of(name: str) -> int | None:
+    leaf = name.split(".")[1] if "." in name else "__init__"
+    return next((rank for rank, names in enumerate(ROOMS.values()) if leaf in names), None)
+
+
+def _room(module: Module, found: Import) -> Iterator[tuple[int, str]]:
+    mine, other = _room_of(module.name), _room_of(found.target)
+    if mine is None:
+        yield 1, f"{module.name} is in no room; add it to ROOMS and to ARCHITECTURE.md"
+    elif other is not None and other < mine:
+        names = list(ROOMS)
+        yield found.line, f"a {names[mine]} module imports the {names[other]} module {found.target}"
+
+
+def _reaches(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
+    """Libraries that a module must not load, also through other modules of ours."""
+    forbidden: tuple[str, ...] = ()
+    if _under(module.name, tuple(f"forefetch.{name}" for name in TORCHLESS)):
+        forbidden += ("torch", "triton", "transformers")
+    if _under(module.name, tuple(f"forefetch.{name}" for name in GRPCLESS)):
+        forbidden += ("grpc",)
+    if module.name.split(".")[0] in SERVICES and _room_of(module.name) == list(ROOMS).index("pure"):
+        forbidden += PURE_MAY_NOT
+    for found in module.imports if forbidden else ():
+        chain = _path_to(found.target, forbidden, modules, {module.name})
+        if chain:
+            yield found.line, f"{module.name} must not load {chain[-1]}, but does: {' -> '.join(chain)}"
+
+
+def _path_to(target: str, forbidden: tuple[str, ...], modules: dict[str, Module], seen: set[str]) -> list[str] | None:
+    """Shortest-first chain of imports from `target` to something forbidden."""
+    if _under(target, forbidden):
+        return [target]
+    if target.endswith("_pb2_grpc") and "grpc" in forbidden:
+        return [target, "grpc"]
+    if target in seen or target not in modules:
+        return None
+    seen.add(target)
+    parents = [Import(target.rsplit(".", 1)[0], 0, False)] if "." in target else []
+    for found in [*modules[target].imports, *parents]:
+        chain = _path_to(found.target, forbidden, modules, seen)
+        if chain:
+            return [target, *chain]
+    return None
+
+
+PLANTED = [
+    ("forefetch/spec.py", "import grpc\n", "must not load grpc"),
+    (
+        "forefetch/spec.py",
+        "from forefetch.v1 import kv_pb2\nfrom forefetch.v1.kv_pb2_grpc import KvServiceStub\n",
+        "must not load grpc",
+    ),
+    ("forefetch/client.py", "from forefetch import helper\n", "must not load torch, but does: forefetch.helper -> torch"),
+    ("forefetch/rpc.py", "def f():\n    import torch.nn\n", "must not load torch.nn"),
+    ("forefetch/rpc.py", "import router_service.engine\n", "forefetch imports the service module"),
+    ("forefetch/kernels/x/ref.py", "import numpy\n", "a kernel imports numpy"),
+    ("forefetch/other.py", "import os\nx = os.environ['A']\n", "touches os.environ"),
+    ("forefetch/other.py", "from os import getenv\n", "touches os.environ"),
+    ("router_service/engine.py", "from expert_worker.experts import Experts\n", "through its client.py only"),
+    ("router_service/engine.py", "from router_service import server\n", "a device module imports the edge module"),
+    ("router_service/pages.py", "from router_service.engine import Engine\n", "a pure module imports the device module"),
+    ("router_service/pages.py", "import time\n", "must not load time"),
+    ("router_service/pages.py", "from router_service import admission\n", "must not load threading"),
+    ("router_service/loose.py", "from router_service import pages\n", "is in no room"),
+    ("kv_service/store.py", "from . import keys\n", "relative import"),
+    ("kv_service/store.py", "x = 1\n" * (MAX_FILE_LINES + 1), "more than 350"),
+    ("kv_service/store.py", "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES, "f has 61 lines"),
+]
+
+
+@pytest.mark.parametrize(("where", "text", "message"), PLANTED)
+def test_a_planted_violation_is_caught(where: str, text: str, message: str, tmp_path: Path) -> None:
+    for name, body in {
+        "forefetch/helper.py": "import torch\n",
+        "router_service/engine.py": "",
+        "router_service/server.py": "",
+        "router_service/admission.py": "import threading\n",
+        where: text,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(body)
+    line = f"{where}:{text.count(chr(10)) if text.count(chr(10)) < 3 else 1}: "
+    assert any(found.startswith(line) and message in found for found in violations(tmp_path)), violations(tmp_path)
+
+
+def test_what_the_law_allows_is_not_reported(tmp_path: Path) -> None:
+    for name, body in {
+        "forefetch/client.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n",
+        "forefetch/kernels/x/ref.py": "import math\nimport torch\nfrom forefetch.kernels import y\n",
+        "expert_worker/client.py": "import grpc\n",
+        "router_service/dispatch.py": "from expert_worker import client\nfrom router_service.config import RouterConfig\n",
+        "router_service/server.py": "import asyncio\nfrom router_service import dispatch, pages\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(body)
+    assert violations(tmp_path) == []
+
+
+EXTRAS = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "grpc_health", "grpc_reflection", "prometheus_client")
+BLOCKED = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {extras!r}:
+            raise ModuleNotFoundError(f"{{name}} is not in the base install", name=name)
+sys.meta_path.insert(0, Blocker())
+import forefetch.client, forefetch.cli
+forefetch.cli.main(["version"])
+"""
+
+
+def test_client_and_command_need_only_the_base_install() -> None:
+    """`pip install forefetch` without extras gives the client: none of the services' libraries may be needed."""
+    code = BLOCKED.format(extras=(*EXTRAS, "opentelemetry"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
