@@ -21,7 +21,7 @@ MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60
 
 # Modules (with everything below them) that must never load a library, not even through another module of ours.
-TORCHLESS = ("errors", "settings", "rpc", "telemetry", "client", "cli", "cluster")
+TORCHLESS = ("errors", "settings", "rpc", "telemetry", "client", "cli", "cluster", "process", "child")
 GRPCLESS = ("errors", "spec", "families", "placement", "wire", "kernels")
 KERNELS_MAY = ("torch", "triton", "forefetch.kernels")
 

@@ -1,0 +1,48 @@
+# Everything a newcomer needs; each target does its own set-up into .venv.
+#
+#   make demo      start a local cluster, generate, show where the time went
+#   make test      the whole test suite
+#   make check     lint, format, types
+#   make bench     measure links and decoding; rows go to benchmarks/results.csv
+#
+# PYTHON  the interpreter that makes .venv, 3.11 or newer           (make install PYTHON=python3.12)
+# TORCH   what to hand to pip for PyTorch; pinned, because an unpinned torch may fetch gigabytes of CUDA libraries
+#         (make install TORCH="torch==2.11.0 --index-url URL" for another build)
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check bench clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+install: $(STAMP) ## the set-up alone, into .venv
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; PYTHON=... names one") if sys.version_info < (3, 11) else 0'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP) ## start a cluster, generate from two prompts, show where the milliseconds went
+	$(BIN)/forefetch demo
+
+test: $(STAMP) ## run the tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: $(STAMP) ## lint, format, types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(STAMP) ## measure; appends to benchmarks/results.csv
+	$(BIN)/python -m benchmarks
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
