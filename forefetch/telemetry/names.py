@@ -1,0 +1,134 @@
+"""Every span, attribute and metric that Forefetch emits, by name. Nothing else may spell one.
+
+Names of OpenTelemetry's GenAI semantic conventions are used where there is one. In Prometheus their dots become underscores.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PROVIDER = "forefetch"
+CHAT = "chat"
+TEXT_COMPLETION = "text_completion"
+
+# Resources (service.name).
+SERVICE_ROUTER = "forefetch-router"
+SERVICE_EXPERT = "forefetch-expert"
+SERVICE_KV = "forefetch-kv"
+SERVICE_CLIENT = "forefetch-client"
+
+# Spans.
+CLIENT_GENERATE = "forefetch.client.generate"  # client: from the call to the end of the stream
+GENERATE = "forefetch.generate"  # router: a request, from arrival to its last event
+QUEUE = "forefetch.queue"  # router: its wait for admission
+PREFILL = "forefetch.prefill"  # router: one step that computed prompt tokens of it
+DECODE_STEP = "forefetch.decode_step"  # router: one step that computed only its next token
+STEP = "forefetch.step"  # router: a step shared by several requests, linked to the span of each
+LAYER = "forefetch.layer"  # router: one layer of an outlier step
+EXPERT_CALL = "forefetch.expert_call"  # router: one worker's part in a layer, frame sent to reply read
+EXPERT_FORWARD = "forefetch.expert_forward"  # worker: the same call as the worker timed it, drawn from its reply
+KV_PUT = "forefetch.kv.put"  # router and KV service: sealed blocks on their way
+KV_LOOK_UP = "forefetch.kv.look_up"
+KV_GET = "forefetch.kv.get"
+
+# Attributes of resources.
+SERVICE_NAME = "service.name"
+SERVICE_INSTANCE = "service.instance.id"
+SERVICE_VERSION = "service.version"
+
+# Attributes of spans; durations are integers in nanoseconds.
+OPERATION = "gen_ai.operation.name"
+PROVIDER_NAME = "gen_ai.provider.name"
+REQUEST_MODEL = "gen_ai.request.model"
+RESPONSE_ID = "gen_ai.response.id"
+FINISH_REASONS = "gen_ai.response.finish_reasons"
+INPUT_TOKENS = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+ERROR_TYPE = "error.type"
+REPLAYED_STEPS = "forefetch.replayed_steps"
+STEPS_LOST = "forefetch.steps_lost"
+STEP_NUMBER = "forefetch.step.number"
+STEP_BATCH = "forefetch.step.batch"
+STEP_TOKENS = "forefetch.step.tokens"
+STEP_PART = "forefetch.step.{}_ns"  # one for each of PARTS
+TOKEN_INDEX = "forefetch.token.index"
+PREFILL_TOKENS = "forefetch.prefill.tokens"
+LAYER_INDEX = "forefetch.layer.index"
+LAYER_PART = "forefetch.layer.{}_ns"  # attention, gate, experts, combine
+WORKER_ADDRESS = "forefetch.worker"
+WORKER_ROWS = "forefetch.worker.rows"
+WORKER_PART = "forefetch.worker.{}_ns"  # queue, copy_wait, compute
+
+# The disjoint parts of a step (StepTimings.<part>_ns), in the order in which they happen.
+PARTS = ("attention", "gate", "link", "queue", "copy_wait", "expert", "combine", "sampling")
+
+
+class Metric(NamedTuple):
+    """A metric of `/metrics`: name, help text, label names. Counters end in _total, durations are in seconds."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+_GEN_AI = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "error_type")
+
+# Router: histograms.
+REQUEST_DURATION = Metric("gen_ai_server_request_duration_seconds", "Arrival to last event of a request.", _GEN_AI)
+TIME_TO_FIRST_TOKEN = Metric("gen_ai_server_time_to_first_token_seconds", "Arrival to first token.", _GEN_AI)
+TIME_PER_OUTPUT_TOKEN = Metric(
+    "gen_ai_server_time_per_output_token_seconds", "Time between a token and the one before it.", _GEN_AI[:3]
+)
+STEP_DURATION = Metric("forefetch_router_step_duration_seconds", "One engine step.", ("kind",))
+
+# Router: counters and gauges.
+REQUESTS = Metric("forefetch_router_requests_total", "Requests that ended, by gRPC status.", ("status",))
+RUNNING = Metric("forefetch_router_running", "Requests in the batch.")
+WAITING = Metric("forefetch_router_waiting", "Requests in the admission queue.")
+PAGES = Metric("forefetch_router_pages", "KV pages in all.")
+PAGES_USED = Metric("forefetch_router_pages_used", "KV pages in use.")
+PROMPT_TOKENS = Metric("forefetch_router_prompt_tokens_total", "Prompt tokens computed.")
+COMPLETION_TOKENS = Metric("forefetch_router_completion_tokens_total", "Tokens generated.")
+STEPS = Metric("forefetch_router_steps_total", "Steps run.")
+STEPS_REPLAYED = Metric("forefetch_router_replayed_steps_total", "Steps run again after a lost worker.")
+STEP_SECONDS = Metric("forefetch_router_step_part_seconds_total", "Time of steps by disjoint part.", ("part",))
+WORKER_UP = Metric("forefetch_router_worker_up", "1 while the worker serves.", ("worker",))
+WORKER_RECONNECTS = Metric("forefetch_router_worker_reconnects_total", "Times the link was re-established.", ("worker",))
+WORKER_PAIRS = Metric("forefetch_router_worker_pairs_total", "(token, expert) pairs sent to a worker.", ("worker",))
+WORKER_CALLS = Metric("forefetch_router_worker_calls_total", "Calls sent to a worker.", ("worker",))
+WORKER_SECONDS = Metric(
+    "forefetch_router_worker_seconds_total",
+    "Time of calls by part: round_trip as the router saw it; queue, copy_wait and compute as the worker reports them.",
+    ("worker", "part"),
+)
+KV_UP = Metric("forefetch_router_kv_up", "1 while the KV service answers; absent when none is configured.")
+KV_SENT = Metric("forefetch_router_kv_blocks_sent_total", "Sealed blocks handed over.")
+KV_DROPPED = Metric("forefetch_router_kv_blocks_dropped_total", "Sealed blocks given up because the queue was full.")
+KV_WAITING = Metric("forefetch_router_kv_blocks_waiting", "Sealed blocks waiting to be handed over.")
+KV_RECONNECTS = Metric("forefetch_router_kv_reconnects_total", "Times the KV service came back.")
+
+# Expert worker.
+EXPERT_CALLS = Metric("forefetch_expert_calls_total", "Layer calls answered.")
+EXPERT_ROWS = Metric("forefetch_expert_rows_total", "Rows received.")
+EXPERT_PAIRS = Metric("forefetch_expert_pairs_total", "(row, expert) pairs evaluated.")
+EXPERT_ERRORS = Metric("forefetch_expert_errors_total", "Frames refused.")
+EXPERT_BYTES = Metric("forefetch_expert_weight_bytes", "Bytes of expert weights held.")
+EXPERT_COMPUTE = Metric("forefetch_expert_compute_seconds_total", "Time spent computing.")
+EXPERT_ROUTERS = Metric("forefetch_expert_routers", "Routers connected.")
+EXPERT_LOAD = Metric("forefetch_expert_load_pairs_total", "Pairs evaluated by each expert.", ("layer", "expert"))
+
+# KV service.
+KV_BLOCKS = Metric("forefetch_kv_blocks", "Blocks held.")
+KV_BYTES = Metric("forefetch_kv_bytes", "Bytes held.")
+KV_BUDGET = Metric("forefetch_kv_budget_bytes", "Most bytes held.")
+KV_HITS = Metric("forefetch_kv_hits_total", "Blocks looked up and held.")
+KV_MISSES = Metric("forefetch_kv_misses_total", "Blocks looked up and not held.")
+KV_STORED = Metric("forefetch_kv_stored_total", "Blocks stored.")
+KV_REFUSED = Metric("forefetch_kv_refused_total", "Blocks refused.")
+KV_EVICTED = Metric("forefetch_kv_evicted_total", "Blocks evicted to stay under the budget.")
+KV_CONFLICTS = Metric("forefetch_kv_conflicts_total", "Attempts to put other bytes under a held key.")
+
+# Any process that exports spans.
+SPANS_SENT = Metric("forefetch_spans_sent_total", "Spans a collector took.")
+SPANS_DROPPED = Metric("forefetch_spans_dropped_total", "Spans given up: queue full, or no collector.")
