@@ -1,0 +1,107 @@
+"""Starts a router: `python -m router_service --model DIR --workers host:port,host:port`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from forefetch import rpc, settings
+from forefetch.spec import ModelSpec
+from forefetch.telemetry.book import RequestBook
+from forefetch.telemetry.metrics import new_registry
+from forefetch.telemetry.ring import StepRing
+from forefetch.telemetry.spans import Exporter
+from forefetch.v1 import router_pb2_grpc
+from forefetch.weights import Checkpoint
+from router_service import build
+from router_service.config import RouterConfig
+from router_service.engine import Engine, Parts
+from router_service.handover import Handover
+from router_service.recorder import Recorder
+from router_service.server import Deliverer, RouterServicer
+from router_service.status import Status
+from router_service.text import Text
+from router_service.workers import Workers
+
+SERVICE = "forefetch.v1.RouterService"
+
+
+async def serve(config: RouterConfig) -> None:
+    """Builds the router, waits until its workers hold every expert, and serves until a signal."""
+    spec, checkpoint = ModelSpec.load(Path(config.model)), Checkpoint(Path(config.model))
+    placement = build.Placement.of(config, spec)
+    sizes = build.Sizes.of(config, spec, placement)
+    limits = build.limits(config, spec, sizes.context)
+    dispatch = build.dispatch(config, spec, checkpoint, placement)  # connects while the trunk loads
+    trunk = await asyncio.to_thread(build.trunk, config, spec, checkpoint, sizes, placement)
+    scheduler = build.scheduler(config, sizes)
+    handover = _handover(config, spec, checkpoint, trunk, placement)
+    registry = new_registry()
+    recorder = _recorder(config, spec, dispatch.workers, registry)
+    parts = Parts(trunk, build.buffers(config, sizes, placement), dispatch, dispatch.workers, scheduler, recorder, handover)
+    engine = Engine(parts, Deliverer(asyncio.get_running_loop()), config.worker_grace_s)
+    status = Status(config, spec, checkpoint.digest, placement, limits, scheduler, dispatch.workers, recorder.metrics, handover)
+    recorder.metrics.export(status.stats)
+    servicer = RouterServicer(engine, limits, Text.load(Path(config.model)), recorder, status)
+    server = await rpc.serve_aio(
+        config,
+        SERVICE,
+        lambda server: router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server),
+        on_drain=engine.drain,
+        busy=lambda: engine.busy,
+        registry=registry,
+    )
+    try:
+        await asyncio.to_thread(dispatch.workers.wait_complete, config.start_timeout_s)
+        engine.start()
+        await server.run()
+        await asyncio.to_thread(engine.stop)
+    finally:
+        await server.stop()
+        dispatch.workers.close()
+        if handover is not None:
+            handover.close(timeout_s=2.0)
+        if recorder.exporter is not None:
+            recorder.exporter.close()
+
+
+def _handover(
+    config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, trunk: build.Trunk, placement: build.Placement
+) -> Handover | None:
+    if not config.kv:
+        return None
+    return Handover.of(
+        config.kv,
+        rpc.tls_of(config),
+        spec=spec,
+        digest=checkpoint.digest,
+        kv_format=str(placement.kv_dtype).removeprefix("torch."),
+        page_size=config.page_size,
+        budget_bytes=config.handover_mb * 2**20,
+        read_block=trunk.cache.read_block,
+    )
+
+
+def _recorder(config: RouterConfig, spec: ModelSpec, workers: Workers, registry: CollectorRegistry) -> Recorder:
+    addresses = [worker.address for worker in workers.rows]
+    ring = StepRing(config.trace_steps, spec.layers, len(addresses))
+    book = RequestBook(ring, config.trace_requests, addresses)
+    exporter = Exporter(config, book, model=spec.name) if config.otlp_endpoint else None
+    return Recorder(ring, book, model=spec.name, registry=registry, exporter=exporter, trace_ratio=config.trace_ratio)
+
+
+def main() -> int:
+    """Entry point of the process."""
+    config = settings.parse(RouterConfig)
+    rpc.setup_logging(config.log_level)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    return rpc.run_main(config.PROG, lambda: asyncio.run(serve(config)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

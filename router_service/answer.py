@@ -1,0 +1,74 @@
+"""A request's answer as it grows: tokens in, events out, and the decision that it is complete."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from forefetch.telemetry.ring import Timings
+from router_service.scheduler import Request
+
+Reason = Literal["STOP_TOKEN", "STOP_STRING", "LENGTH", "CONTEXT"]
+
+
+class TextStream(Protocol):
+    """What an answer needs of `text.TextStream`."""
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text."""
+
+    def push(self, token_id: int) -> str:
+        """Text that became final with this token."""
+
+    def finish(self) -> str:
+        """Text that was still held back."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOut:
+    """One generated token."""
+
+    index: int
+    token_id: int
+    text: str
+    logprob: float | None
+    tops: list[tuple[int, float]]
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class FinishOut:
+    """The end of an answer."""
+
+    reason: Reason
+    text: str
+    stop_string: str
+
+
+class Answer:
+    """`text` is None for a checkpoint without tokenizer: then ids are all there is."""
+
+    def __init__(self, request: Request, text: TextStream | None) -> None:
+        self.request, self.text = request, text
+
+    def token(
+        self, token_id: int, logprob: float | None, tops: list[tuple[int, float]], timings: Timings
+    ) -> tuple[TokenOut, FinishOut | None]:
+        """The event of a token that was just appended to the request, and the finish if it is the last one."""
+        admitted, index = self.request.admitted, self.request.generated - 1
+        if token_id in admitted.stop_token_ids:
+            return TokenOut(index, token_id, "", logprob, tops, timings), self._finish("STOP_TOKEN")
+        text = self.text.push(token_id) if self.text else ""
+        event = TokenOut(index, token_id, text, logprob, tops, timings)
+        if self.text and self.text.stopped is not None:
+            return event, FinishOut("STOP_STRING", "", self.text.stopped)
+        if self.request.generated == admitted.max_tokens:
+            return event, self._finish("CONTEXT" if admitted.context_limited else "LENGTH")
+        return event, None
+
+    def _finish(self, reason: Reason) -> FinishOut:
+        """Releases held text; a stop string that completes only now (a character ended) still wins."""
+        text = self.text.finish() if self.text else ""
+        stopped = self.text.stopped if self.text else None
+        return FinishOut("STOP_STRING", text, stopped) if stopped is not None else FinishOut(reason, text, "")

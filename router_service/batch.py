@@ -1,0 +1,114 @@
+"""A step's rows as tensors: built on the host from the plan, moved to the device in one copy.
+
+Buffers are static, one set for the largest step, and a step uses views of a bucketed length: the addresses that a captured
+graph would replay from stay the same from step to step. Rows beyond the plan's tokens are padding: token 0 at position 0,
+written to the scratch page, sent to no worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from router_service.pages import SCRATCH
+from router_service.scheduler import Plan
+
+
+@dataclass(frozen=True)
+class PrefillRows:
+    """Rows first .. first + count hold consecutive prompt positions from `start` of a request with `pages`."""
+
+    first: int
+    count: int
+    start: int
+    pages: list[int]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """T rows (padded to a bucket): `decodes` rows of one token each, then the chunks of prompts."""
+
+    step: int
+    tokens: int  # real rows; the rest is padding
+    decodes: int
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    slots: torch.Tensor  # [T] int64: page * page_size + offset
+    page_table: torch.Tensor  # [decodes, pages] int64
+    lengths: list[int]  # per decode row: positions it may attend to
+    prefills: tuple[PrefillRows, ...]
+    logit_rows: torch.Tensor  # [S] int64: rows that choose a token
+    trace: bytes = b""  # span context of a sampled step, as frames carry it
+
+
+class StepBuffers:
+    """Static staging and device buffers. `buckets`: ascending row counts that steps are padded to; empty: no padding."""
+
+    def __init__(
+        self, *, max_tokens: int, max_batch: int, max_pages: int, page_size: int, device: torch.device, buckets: Sequence[int]
+    ) -> None:
+        self.page_size = page_size
+        self.buckets = tuple(b for b in buckets if b < max_tokens) + (max_tokens,) if buckets else ()
+        pinned = device.type == "cuda"
+        self._rows_host = torch.zeros((4, max_tokens), dtype=torch.int64, pin_memory=pinned)
+        self._table_host = torch.zeros((max_batch, max_pages), dtype=torch.int64, pin_memory=pinned)
+        self._rows = self._rows_host if not pinned else torch.zeros_like(self._rows_host, device=device)
+        self._table = self._table_host if not pinned else torch.zeros_like(self._table_host, device=device)
+
+    def fill(self, step: int, plan: Plan, trace: bytes = b"") -> StepBatch:
+        """The plan as tensors; they are valid until the next fill."""
+        rows, table = self._rows_host.numpy(), self._table_host.numpy()
+        at, prefills, logit_rows = 0, [], []
+        for index, chunk in enumerate(plan.chunks):
+            end = at + chunk.count
+            pages = chunk.request.pages
+            self._place(rows[:, at:end], chunk.request.tokens, pages, chunk.start)
+            if index < len(plan.decodes):
+                table[index, : len(pages)] = pages
+            else:
+                prefills.append(PrefillRows(at, chunk.count, chunk.start, list(pages)))
+            if chunk.samples:
+                logit_rows.append(end - 1)
+            at = end
+        padded = next((b for b in self.buckets if b >= at), at)
+        rows[:, at:padded] = 0
+        rows[2, at:padded] = SCRATCH * self.page_size
+        rows[3, : len(logit_rows)] = logit_rows
+        batch = self._batch(step, plan, at, padded, tuple(prefills), len(logit_rows))
+        return replace(batch, trace=trace) if trace else batch
+
+    def _place(self, rows: np.ndarray, tokens: list[int], pages: tuple[int, ...], start: int) -> None:
+        """Fills ids, positions and slots of one chunk."""
+        count = rows.shape[1]
+        if count == 1:  # the decode row: plain integers beat numpy here
+            rows[0, 0], rows[1, 0] = tokens[start], start
+            rows[2, 0] = pages[start // self.page_size] * self.page_size + start % self.page_size
+            return
+        positions = np.arange(start, start + count)
+        rows[0], rows[1] = tokens[start : start + count], positions
+        rows[2] = np.asarray(pages)[positions // self.page_size] * self.page_size + positions % self.page_size
+
+    def _batch(
+        self, step: int, plan: Plan, tokens: int, padded: int, prefills: tuple[PrefillRows, ...], sampled: int
+    ) -> StepBatch:
+        decodes = len(plan.decodes)
+        lengths = [chunk.start + 1 for chunk in plan.decodes]
+        width = -(-max(lengths, default=1) // self.page_size)
+        if self._rows is not self._rows_host:
+            self._rows.copy_(self._rows_host, non_blocking=True)
+            self._table.copy_(self._table_host, non_blocking=True)
+        return StepBatch(
+            step=step,
+            tokens=tokens,
+            decodes=decodes,
+            token_ids=self._rows[0, :padded],
+            positions=self._rows[1, :padded],
+            slots=self._rows[2, :padded],
+            page_table=self._table[:decodes, :width],
+            lengths=lengths,
+            prefills=prefills,
+            logit_rows=self._rows[3, :sampled],
+        )

@@ -1,0 +1,149 @@
+"""Puts a router together: checkpoint -> trunk, cache, workers, engine. The only place that knows all the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from expert_worker import client as expert
+from expert_worker.config import ExpertConfig
+from forefetch import rpc
+from forefetch.errors import ConfigError
+from forefetch.spec import ModelSpec, read_json
+from forefetch.weights import Checkpoint
+from router_service.admission import Limits, default_temperature
+from router_service.batch import StepBuffers
+from router_service.cache import KvCache
+from router_service.config import RouterConfig
+from router_service.dispatch import Dispatch
+from router_service.pages import PagePool
+from router_service.scheduler import Scheduler
+from router_service.trunk import Trunk
+from router_service.workers import Workers
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and in what the trunk computes and keeps K and V."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @staticmethod
+    def of(config: RouterConfig, spec: ModelSpec) -> Placement:
+        """Resolves every "auto". Raises ConfigError for a device that is not there."""
+        name = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        if name.split(":")[0] not in ("cpu", "cuda") or (name.startswith("cuda") and not torch.cuda.is_available()):
+            raise ConfigError(f"--device {name}: there is no such device here")
+        device = torch.device(name)
+        automatic = "float32" if device.type == "cpu" else spec.dtype
+        dtype = config.dtype if config.dtype != "auto" else automatic
+        kv = config.kv_format if config.kv_format != "auto" else dtype
+        return Placement(device, getattr(torch, dtype), getattr(torch, kv))
+
+    @property
+    def approximate_kv(self) -> str:
+        """The name of the KV format when it may round, else ""."""
+        return "" if self.kv_dtype == self.dtype else str(self.kv_dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the settings come to for this model."""
+
+    context: int
+    pages: int
+    max_pages: int  # of one request
+
+    @staticmethod
+    def of(config: RouterConfig, spec: ModelSpec, placement: Placement) -> Sizes:
+        """Raises ConfigError, with the arithmetic, when the settings cannot work together."""
+        if config.max_context > spec.context_length:
+            raise ConfigError(f"--max-context {config.max_context}: the model was made for {spec.context_length}")
+        context = config.max_context or spec.context_length
+        block = KvCache.page_bytes(spec, config.page_size, placement.kv_dtype)
+        # More than every request at full length could use is never needed.
+        most = config.max_batch * -(-context // config.page_size)
+        pages = min(config.kv_memory_mb * 2**20 // block, most) + 1
+        if pages < 2:
+            raise ConfigError(
+                f"--kv-memory-mb {config.kv_memory_mb}: one block of {config.page_size} tokens takes {block} bytes"
+            )
+        context = min(context, (pages - 1) * config.page_size)
+        return Sizes(context, pages, -(-context // config.page_size))
+
+
+def limits(config: RouterConfig, spec: ModelSpec, context: int) -> Limits:
+    """What requests are checked against."""
+    return Limits(
+        vocab_size=spec.vocab_size,
+        context=context,
+        default_max_tokens=config.default_max_tokens,
+        eos_token_ids=frozenset(spec.eos_token_ids),
+        temperature=default_temperature(read_json(Path(config.model) / "generation_config.json", {})),
+    )
+
+
+def scheduler(config: RouterConfig, sizes: Sizes) -> Scheduler:
+    """The admission queue and page pool."""
+    return Scheduler(
+        PagePool(sizes.pages),
+        page_size=config.page_size,
+        max_batch=config.max_batch,
+        max_step_tokens=config.max_step_tokens,
+        max_waiting=config.max_waiting,
+    )
+
+
+def trunk(config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, sizes: Sizes, placement: Placement) -> Trunk:
+    """Weights and KV pool on the device."""
+    cache = KvCache(spec, pages=sizes.pages, page_size=config.page_size, dtype=placement.kv_dtype, device=placement.device)
+    return Trunk(spec, checkpoint, cache, dtype=placement.dtype, device=placement.device)
+
+
+def buffers(config: RouterConfig, sizes: Sizes, placement: Placement) -> StepBuffers:
+    """Static step buffers."""
+    return StepBuffers(
+        max_tokens=config.max_step_tokens,
+        max_batch=config.max_batch,
+        max_pages=sizes.max_pages,
+        page_size=config.page_size,
+        device=placement.device,
+        buckets=config.buckets(placement.device.type),
+    )
+
+
+def dispatch(config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, placement: Placement) -> Dispatch:
+    """The table of workers, already connecting, and the dispatch over it."""
+    addresses = config.addresses() or ("local",)
+    return Dispatch(Workers(spec, addresses, _connector(config, spec, checkpoint, placement)), config.step_timeout_s)
+
+
+def _connector(
+    config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, placement: Placement
+) -> Callable[[str], expert.Link]:
+    """How a link to an address is made."""
+    if not config.addresses():
+        local = ExpertConfig(
+            model=config.model,
+            device=str(placement.device),
+            dtype=str(placement.dtype).removeprefix("torch."),
+            slots=config.slots,
+            max_rows=config.max_step_tokens,
+        )
+        return lambda _address: expert.local(local)
+    tls = rpc.tls_of(config)
+    return lambda address: expert.connect(
+        address,
+        link=config.link,  # type: ignore[arg-type]
+        digest=checkpoint.digest,
+        hidden=spec.hidden_size,
+        dtype=placement.dtype,
+        max_rows=config.max_step_tokens,
+        tls=tls,
+        timeout_s=5.0,
+    )

@@ -1,0 +1,42 @@
+"""K and V of running requests: one pool of pages per layer, in device memory, allocated once.
+
+A page is `page_size` tokens of one layer and KV head, contiguous as [page, D]; pools are [Hkv, n_pages, page, D], so that
+consecutive pages of a request form one [tokens, D] matrix per head. A block is one page index over all layers and heads:
+the unit that is handed to the KV service.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from forefetch.spec import ModelSpec
+
+
+class KvCache:
+    """`pages` pages of `page_size` tokens in `dtype` on `device`."""
+
+    def __init__(self, spec: ModelSpec, *, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.page_size = page_size
+        self.dtype = dtype
+        shape = (spec.kv_heads, pages, page_size, spec.head_dim)
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
+        self._limit = torch.finfo(dtype).max
+
+    @staticmethod
+    def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one block: a page of every layer and head, K and V."""
+        return spec.kv_bytes_per_token(dtype.itemsize) * page_size
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Stores k, v [T, Hkv, D] at `slots` [T] (page * page_size + offset). Values beyond the dtype's range saturate."""
+        for pool, rows in ((self.k[layer], k), (self.v[layer], v)):
+            if rows.dtype != self.dtype:
+                rows = rows.clamp(-self._limit, self._limit).to(self.dtype)
+            pool.flatten(1, 2).index_copy_(1, slots, rows.transpose(0, 1))
+
+    def read_block(self, page: int) -> bytes:
+        """The bytes of a sealed block: for each layer K then V, each [Hkv, page, D]. May be called from any thread."""
+        parts = [pool[layer][:, page] for layer in range(len(self.k)) for pool in (self.k, self.v)]
+        block = torch.stack(parts).contiguous().cpu()
+        return block.view(torch.uint8).numpy().tobytes()

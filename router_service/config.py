@@ -1,0 +1,151 @@
+"""Settings of the router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from forefetch.errors import ConfigError
+from forefetch.settings import ServiceConfig, setting
+
+KV_FORMATS = ("auto", "float32", "bfloat16", "float16")
+CUDA_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class RouterConfig(ServiceConfig):
+    """The router: attention, gating and sampling, and the API that users call."""
+
+    PROG: ClassVar[str] = "python -m router_service"
+    ENV: ClassVar[str] = "FOREFETCH_ROUTER_"
+
+    model: str = setting(
+        "", "Folder of the checkpoint in Hugging Face form. The router reads everything but routed experts. Required."
+    )
+    device: str = setting("auto", "Where the trunk runs: cpu, cuda, cuda:1, or auto (cuda if there is one).")
+    dtype: str = setting(
+        "auto",
+        """Type the trunk computes in; workers must use the same. auto: float32 on a CPU (CPUs are slow at 16 bits), the
+        checkpoint's own type on a GPU.""",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    workers: str = setting(
+        "local",
+        """Expert workers as host:port,host:port. Together they must hold every expert. local: one worker inside this process, holding
+        all experts, without a wire between.""",
+    )
+    link: str = setting(
+        "auto",
+        """Data path to workers. auto: shared memory where router and worker can map the same segment, else gRPC. Forcing shm fails at
+        connect time where it cannot work.""",
+        choices=("auto", "shm", "grpc"),
+    )
+    slots: str = setting(
+        "100%", "Device slots of the local worker: a share of its experts, or a count. Ignored when --workers names addresses."
+    )
+    kv: str = setting("", "host:port of the KV service that takes sealed blocks. Unset: none.")
+    kv_format: str = setting(
+        "auto",
+        """How K and V are kept. auto: the compute type, nothing is rounded. float16 halves float32's memory, is counted as an approximation
+        and saturates beyond 65504.""",
+        choices=KV_FORMATS,
+    )
+    page_size: int = setting(
+        128, "Tokens in a KV page. Smaller pages waste less memory on short requests and cost more book-keeping."
+    )
+    kv_memory_mb: int = setting(
+        1024,
+        "Memory for K and V in MiB, allocated at start. Requests wait while their worst case (prompt + max_tokens) does not fit.",
+    )
+    max_batch: int = setting(64, "Most requests that run at a time. Each decode step computes one token of every one of them.")
+    max_step_tokens: int = setting(
+        512,
+        """Most tokens a step computes. What decoding leaves of it goes to chunks of prompts: larger values shorten the time to the first
+        token of long prompts and lengthen the steps that running streams share with them. Must exceed --max-batch.""",
+    )
+    max_context: int = setting(
+        0, "Most tokens of prompt plus answer. 0: what the model was made for. Larger than the model's is refused."
+    )
+    max_waiting: int = setting(
+        256, "Requests that may wait for a place. One more is refused with RESOURCE_EXHAUSTED and a time to come back."
+    )
+    default_max_tokens: int = setting(512, "max_tokens of requests that set none.")
+    worker_grace_s: float = setting(
+        30.0,
+        """Seconds that streams pause for a lost worker to come back. After it, every request ends in UNAVAILABLE naming the worker;
+        new ones are refused at once until the worker is there.""",
+    )
+    step_timeout_s: float = setting(
+        20.0,
+        "Seconds a worker may take for one layer before its link counts as broken. Must exceed the slowest prefill chunk's layer.",
+    )
+    start_timeout_s: float = setting(
+        600.0,
+        "Seconds to wait at start for workers that hold all experts; health says NOT_SERVING meanwhile. Then the router exits.",
+    )
+    handover_mb: int = setting(
+        256, "Most MiB of sealed blocks waiting for the KV service. Blocks beyond it are dropped and counted; steps never wait."
+    )
+    batch_buckets: str = setting(
+        "auto",
+        """Row counts that steps are padded to, ascending, comma separated, so that device buffers keep a few fixed shapes. none: no padding.
+        auto: powers of two on a GPU, none on a CPU, where padding only costs time.""",
+    )
+    threads: int = setting(0, "CPU threads for tensor arithmetic. 0: as many as PyTorch finds cores.")
+    trace_steps: int = setting(
+        1024, "Steps whose timings are kept for `forefetch trace`. Memory: 40 bytes x steps x layers x (1 + workers)."
+    )
+    trace_requests: int = setting(1024, "Finished requests that `forefetch trace` can still show.")
+
+    def validate(self) -> None:
+        super().validate()
+        if not self.model:
+            raise ConfigError("--model: is required")
+        positive = (
+            "page_size",
+            "kv_memory_mb",
+            "max_batch",
+            "max_step_tokens",
+            "max_waiting",
+            "default_max_tokens",
+            "trace_steps",
+        )
+        for name in (*positive, "trace_requests", "handover_mb"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')}: must be at least 1")
+        for name in ("max_context", "threads", "worker_grace_s", "start_timeout_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')}: must not be negative")
+        if self.step_timeout_s <= 0:
+            raise ConfigError("--step-timeout-s: must be positive")
+        if self.max_step_tokens <= self.max_batch:
+            raise ConfigError(
+                f"--max-step-tokens {self.max_step_tokens} and --max-batch {self.max_batch}: a step must hold a token of every "
+                "running request and room for a prompt"
+            )
+        self.buckets("cpu")
+
+    def buckets(self, device: str) -> tuple[int, ...]:
+        """The row counts that steps are padded to on `device`; empty: no padding."""
+        if self.batch_buckets == "none":
+            return ()
+        if self.batch_buckets == "auto":
+            return CUDA_BUCKETS if device.startswith("cuda") else ()
+        try:
+            buckets = tuple(int(part) for part in self.batch_buckets.split(","))
+        except ValueError:
+            raise ConfigError("--batch-buckets: must be auto, none or numbers like 1,2,4,8") from None
+        if list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
+            raise ConfigError("--batch-buckets: must be ascending positive numbers")
+        return buckets
+
+    def addresses(self) -> tuple[str, ...]:
+        """The workers' addresses; empty for the local worker."""
+        if self.workers == "local":
+            return ()
+        addresses = tuple(part.strip() for part in self.workers.split(",") if part.strip())
+        if not addresses or any(":" not in address for address in addresses):
+            raise ConfigError("--workers: must be local or host:port,host:port")
+        if len(set(addresses)) != len(addresses):
+            raise ConfigError("--workers: names an address twice")
+        return addresses

@@ -1,0 +1,144 @@
+"""Rows of a layer to the workers that hold their experts, and back: one frame per worker with rows, never one per expert.
+
+The choice of experts is brought to the host here (on a GPU: the layer's one synchronisation), split by owner, and each
+worker gets only the rows it has an expert for. Workers apply the gate weights, so one row per token and worker returns;
+they are added in worker order, which makes the sum repeatable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from expert_worker.client import Link
+from forefetch.errors import ForefetchError, LinkDown
+from forefetch.telemetry.ring import StepStamps
+from forefetch.wire import LayerCall, LayerReply
+from router_service.batch import StepBatch
+from router_service.workers import Worker, Workers
+
+R = TypeVar("R")
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass
+class Sent:
+    """A call that waits for its reply. `rows`: which rows of the step it carries; None: all of them, in order."""
+
+    worker: Worker
+    link: Link
+    rows: torch.Tensor | None
+    count: int
+    at_ns: int
+
+
+class Dispatch:
+    """`timeout_s` bounds the wait for one worker in one layer."""
+
+    def __init__(self, workers: Workers, timeout_s: float) -> None:
+        self.workers, self.timeout_s = workers, timeout_s
+        self._sent: list[Sent] = []
+        self._tokens = 0
+
+    def send(self, batch: StepBatch, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """x [T, H], ids [T, K], weights [T, K] f32: submits each worker's rows. LinkDown when a link breaks."""
+        self._tokens = batch.tokens
+        host_ids, host_weights = _to_host(ids[: batch.tokens], weights[: batch.tokens])
+        owner = self.workers.owner[layer][host_ids]  # [T, K]
+        for worker in self.workers.rows:
+            row, column = np.nonzero(owner == worker.index)
+            if not row.size:
+                continue
+            if worker.link is None:
+                self._abandon(worker.index, worker.reason)
+            rows, pair_row = _compact(row, batch.tokens)
+            picked = x[: batch.tokens] if rows is None else x[torch.from_numpy(rows).to(x.device)]
+            call = LayerCall(
+                batch.step,
+                layer,
+                picked,
+                torch.from_numpy(pair_row.astype(np.int32)),
+                torch.from_numpy(host_ids[row, column].astype(np.int32)),
+                torch.from_numpy(host_weights[row, column]),
+                batch.trace,
+            )
+            self._submit(worker, call, rows)
+
+    def _submit(self, worker: Worker, call: LayerCall, rows: Ints | None) -> None:
+        link = worker.link
+        assert link is not None
+        index = None if rows is None else torch.from_numpy(rows).to(call.x.device)
+        sent = Sent(worker, link, index, len(call.x), perf_counter_ns())
+        self._guard(worker, lambda: link.submit(call))
+        self._sent.append(sent)
+        worker.calls += 1
+        worker.pairs += len(call.pair_row)
+
+    def add(self, out: torch.Tensor, layer: int, stamps: StepStamps) -> None:
+        """Waits for the outstanding replies and adds their rows to out [T, H]. LinkDown when a worker is lost."""
+        while self._sent:
+            sent = self._sent[0]
+            reply = self._guard(sent.worker, lambda link=sent.link: link.collect(self.timeout_s))  # type: ignore[misc]
+            self._sent.pop(0)
+            self._add_rows(out, sent, reply)
+            round_trip = perf_counter_ns() - sent.at_ns
+            stamps.call(layer, sent.worker.index, sent.count, round_trip, reply.queue_ns, reply.copy_wait_ns, reply.compute_ns)
+
+    def _add_rows(self, out: torch.Tensor, sent: Sent, reply: LayerReply) -> None:
+        rows = reply.rows.to(device=out.device, dtype=out.dtype)
+        if sent.rows is None:
+            out[: self._tokens] += rows
+        else:
+            out.index_add_(0, sent.rows, rows)
+
+    def _guard(self, worker: Worker, action: Callable[[], R]) -> R:
+        """Runs a link's action; on any error settles the other links first, so that the next step starts clean."""
+        try:
+            return action()
+        except LinkDown as error:
+            self._sent = [sent for sent in self._sent if sent.worker is not worker]
+            self._abandon(worker.index, str(error))
+            raise AssertionError("unreachable") from error
+        except ForefetchError:
+            self._sent = [sent for sent in self._sent if sent.worker is not worker]
+            self._settle()
+            raise
+
+    def _abandon(self, index: int, reason: str) -> None:
+        self._settle()
+        self.workers.lost(index, reason)
+        raise LinkDown(index, f"worker {self.workers.rows[index].address}: {reason}")
+
+    def _settle(self) -> None:
+        """Reads and drops the replies that are still due; a link that cannot deliver is lost as well."""
+        for sent in self._sent:
+            try:
+                sent.link.collect(self.timeout_s)
+            except ForefetchError as error:
+                self.workers.lost(sent.worker.index, str(error))
+        self._sent = []
+
+
+def _to_host(ids: torch.Tensor, weights: torch.Tensor) -> tuple[Ints, npt.NDArray[np.float32]]:
+    """ids, weights [T, K] as numpy arrays, over one transfer when they are on a device (ids are exact in float32)."""
+    if ids.device.type == "cpu":
+        return ids.numpy(), weights.numpy()
+    both = torch.stack((ids.float(), weights)).cpu().numpy()
+    return both[0].astype(np.int64), both[1]
+
+
+def _compact(row: Ints, tokens: int) -> tuple[Ints | None, Ints]:
+    """Ascending row numbers of pairs -> (distinct rows, or None when that is every row; each pair's index into them)."""
+    first = np.empty(row.size, dtype=bool)
+    first[0] = True
+    np.not_equal(row[1:], row[:-1], out=first[1:])
+    rows = row[first]
+    if rows.size == tokens:
+        return None, row
+    return rows, np.cumsum(first) - 1

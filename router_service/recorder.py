@@ -1,0 +1,107 @@
+"""What the engine tells telemetry: the step ring, the request book, metrics, and spans of finished requests."""
+
+from __future__ import annotations
+
+import random
+from time import perf_counter_ns, time_ns
+
+from prometheus_client import CollectorRegistry
+
+from forefetch.telemetry.book import RequestBook, RequestRecord
+from forefetch.telemetry.context import SpanContext
+from forefetch.telemetry.metrics import RouterMetrics
+from forefetch.telemetry.ring import StepRing, StepStamps, Timings
+from forefetch.telemetry.spans import Exporter
+from router_service.scheduler import Plan, Request
+
+
+class Recorder:
+    """One per router. `exporter` is None when no collector is configured."""
+
+    def __init__(
+        self,
+        ring: StepRing,
+        book: RequestBook,
+        *,
+        model: str,
+        registry: CollectorRegistry,
+        exporter: Exporter | None,
+        trace_ratio: float,
+    ) -> None:
+        self.ring, self.book, self.exporter, self.trace_ratio = ring, book, exporter, trace_ratio
+        self.metrics = RouterMetrics(registry, model, ring)
+        self._contexts: dict[Request, SpanContext] = {}
+        self._operations: dict[Request, str] = {}
+        self._last_token: dict[Request, int] = {}
+
+    # ---- requests ----
+
+    def arrive(self, request: Request, parent: SpanContext | None, operation: str) -> int:
+        """A request was read from the wire; returns its arrival on the monotonic clock, nanoseconds."""
+        now = perf_counter_ns()
+        sampled = parent.sampled if parent is not None else random.random() < self.trace_ratio
+        self._contexts[request] = self.book.arrive(request.request_id, time_ns(), now, parent, sampled, operation=operation)
+        self._operations[request], self._last_token[request] = operation, now
+        return now
+
+    def admitted(self, request: Request) -> None:
+        """It left the queue."""
+        self.book.admitted(request.request_id, perf_counter_ns())
+
+    def token(self, request: Request) -> None:
+        """It got a token."""
+        now = perf_counter_ns()
+        since, self._last_token[request] = now - self._last_token[request], now
+        if request.generated == 1:
+            self.metrics.first_token(self._operations[request], since)
+        else:
+            self.metrics.token(self._operations[request], since)
+
+    def finished(self, request: Request, status: str, reason: str = "") -> None:
+        """It ended; its spans are built now if they are wanted."""
+        if self._contexts.pop(request, None) is None:
+            return
+        record: RequestRecord | None = self.book.finished(
+            request.request_id,
+            perf_counter_ns(),
+            status,
+            finish_reason=reason,
+            prompt_tokens=len(request.prompt),
+            completion_tokens=request.generated,
+            replayed_steps=request.replayed_steps,
+        )
+        operation = self._operations.pop(request)
+        self._last_token.pop(request)
+        if record is not None:
+            self.metrics.request_finished(operation, record.duration_ns, status)
+            if self.exporter is not None:
+                self.exporter.request_finished(record)
+
+    # ---- steps ----
+
+    def begin(self, step: int) -> StepStamps:
+        """Opens the step's slot in the ring."""
+        return self.ring.begin(step, perf_counter_ns())
+
+    def replayed(self) -> None:
+        """A step has to be run again."""
+        self.metrics.step_replayed()
+
+    def stepped(self, step: int, plan: Plan, timings: Timings) -> None:
+        """A step is done; called before its tokens are appended to the requests."""
+        prompt_tokens = 0
+        for chunk in plan.chunks:
+            prefill = max(0, min(chunk.start + chunk.count, len(chunk.request.prompt)) - chunk.start)
+            prompt_tokens += prefill
+            index = chunk.request.generated if chunk.samples else None
+            self.book.worked(chunk.request.request_id, step, index, prefill)
+        completion = sum(chunk.samples for chunk in plan.chunks)
+        self.metrics.step_finished(timings, prompt_tokens=prompt_tokens, completion_tokens=completion)
+
+    def trace_of(self, plan: Plan) -> bytes:
+        """The context that the step's frames carry: that of its first sampled request, or none."""
+        for chunk in plan.chunks:
+            context = self._contexts.get(chunk.request)
+            if context is not None and context.sampled:
+                return context.to_bytes()
+        return b""

@@ -1,0 +1,88 @@
+"""What a router says about itself: Describe, GetStats, and the approximations of its answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import monotonic
+
+from forefetch.spec import ModelSpec
+from forefetch.telemetry.metrics import RouterMetrics
+from forefetch.v1 import router_pb2, tensor_pb2
+from forefetch.version import VERSION
+from router_service.admission import Limits
+from router_service.build import Placement
+from router_service.config import RouterConfig
+from router_service.handover import Handover
+from router_service.scheduler import Scheduler
+from router_service.workers import Worker, Workers
+
+
+@dataclass
+class Status:
+    """Reads the parts; changes nothing."""
+
+    config: RouterConfig
+    spec: ModelSpec
+    digest: str
+    placement: Placement
+    limits: Limits
+    scheduler: Scheduler
+    workers: Workers
+    metrics: RouterMetrics
+    handover: Handover | None
+    started: float = field(default_factory=monotonic)
+
+    def approximations(self) -> router_pb2.Approximations:
+        """Everything that this router does not compute exactly as the checkpoint says."""
+        return router_pb2.Approximations(kv_format=self.placement.approximate_kv)
+
+    def describe(self) -> router_pb2.DescribeResponse:
+        """Model, limits, workers."""
+        dtype = str(self.placement.dtype).removeprefix("torch.").upper()
+        return router_pb2.DescribeResponse(
+            model=self.spec.name,
+            model_digest=self.digest,
+            family=self.spec.family,
+            context_length=self.limits.context,
+            vocab_size=self.spec.vocab_size,
+            default_max_tokens=self.config.default_max_tokens,
+            max_waiting=self.config.max_waiting,
+            max_batch=self.config.max_batch,
+            kv_format=str(self.placement.kv_dtype).removeprefix("torch."),
+            page_size=self.config.page_size,
+            device=str(self.placement.device),
+            dtype=tensor_pb2.DataType.Value(f"DATA_TYPE_{dtype}"),
+            workers=map(_worker, self.workers.rows),
+            version=VERSION,
+        )
+
+    def stats(self) -> router_pb2.GetStatsResponse:
+        """Counters and gauges. Called from any thread."""
+        stats = router_pb2.GetStatsResponse(
+            uptime_s=monotonic() - self.started,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            pages_total=self.scheduler.pool.total - 1,
+            pages_used=self.scheduler.pool.used,
+            workers=map(_worker, self.workers.rows),
+        )
+        if self.handover is not None:
+            stats.kv.CopyFrom(self.handover.status())
+        self.metrics.fill(stats)
+        return stats
+
+
+def _worker(worker: Worker) -> router_pb2.WorkerStatus:
+    link = worker.link
+    status = router_pb2.WorkerStatus(
+        address=worker.address,
+        up=link is not None,
+        reconnects=max(worker.reconnects, 0),
+        pairs=worker.pairs,
+        calls=worker.calls,
+    )
+    if link is not None:
+        status.link = link.kind
+        status.experts = sum(len(experts) for experts in link.info.layers.values())
+        status.shard, status.shards = link.info.shard, link.info.shards
+    return status

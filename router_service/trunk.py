@@ -1,0 +1,205 @@
+"""The trunk: everything of the model but the routed experts, over one flat batch of T rows.
+
+Reads top to bottom as the model runs. The rows of decoding requests come first, then chunks of prompts; only attention
+tells them apart. Between `dispatch.send` and `dispatch.add` a layer's rows are with the workers; the shared expert runs
+meanwhile. Those two calls are the only places where a layer may wait for the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Protocol
+
+import torch
+from torch.nn.functional import linear, rms_norm, silu
+
+from forefetch.kernels import attention
+from forefetch.kernels.gate import choose
+from forefetch.spec import ModelSpec
+from forefetch.telemetry.ring import StepStamps
+from forefetch.weights import Checkpoint
+from router_service.batch import StepBatch
+from router_service.cache import KvCache
+from router_service.rope import Rope, rotate
+
+
+class Experts(Protocol):
+    """What the trunk needs of the dispatch."""
+
+    def send(self, batch: StepBatch, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Sends rows x [T, H] with their choice ids, weights [T, K] to the workers; does not wait for them."""
+
+    def add(self, out: torch.Tensor, layer: int, stamps: StepStamps) -> None:
+        """Waits for the workers and adds their rows to out [T, H] in a fixed order. LinkDown when one is lost."""
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A gated MLP: w13 [2I, H] (gate rows, then up rows), w2 [H, I]."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = linear(x, self.w13).chunk(2, dim=-1)
+        return linear(silu(gate) * up, self.w2)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of one layer. q, k and v are stacked: one product instead of three."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor  # [(Hq + 2 Hkv) D, H]
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: torch.Tensor  # [H, Hq D]
+    o_bias: torch.Tensor | None
+    post_norm: torch.Tensor
+    gate: torch.Tensor | None  # [E, H]; None in a dense layer
+    dense: Mlp | None
+    shared: Mlp | None
+    shared_gate: torch.Tensor | None  # [1, H]
+
+
+class Trunk:
+    """`device` and `dtype` are where and in what it computes; `cache` holds K and V."""
+
+    def __init__(
+        self, spec: ModelSpec, checkpoint: Checkpoint, cache: KvCache, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.spec, self.cache, self.dtype = spec, cache, dtype
+        load = _Loader(spec, checkpoint, dtype, device)
+        self.layers = [load.layer(i) for i in range(spec.layers)]
+        self.embedding = load("model.embed_tokens.weight")
+        self.head = self.embedding if spec.tied_embeddings else load("lm_head.weight")
+        self.final_norm = load("model.norm.weight")
+        self.rope = Rope(spec.rope, spec.head_dim, device)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps) -> torch.Tensor:
+        """Runs the step's rows through all layers -> float32 logits [S, V] of the rows that choose a token."""
+        spec = self.spec
+        x = self.embedding[batch.token_ids]  # [T, H]
+        if spec.embedding_multiplier != 1.0:
+            x = x * spec.embedding_multiplier
+        cos_sin = self.rope.tables(batch.positions, self.dtype)
+        for i, layer in enumerate(self.layers):
+            x = self._layer(i, layer, x, batch, cos_sin, experts, stamps)
+        started = perf_counter_ns()
+        logits = linear(self._norm(x[batch.logit_rows], self.final_norm), self.head).float()
+        if spec.logits_divisor != 1.0:
+            logits /= spec.logits_divisor
+        stamps.head(perf_counter_ns() - started)
+        return logits
+
+    def _layer(
+        self,
+        index: int,
+        layer: Layer,
+        x: torch.Tensor,
+        batch: StepBatch,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        experts: Experts,
+        stamps: StepStamps,
+    ) -> torch.Tensor:
+        """One decoder layer, x [T, H] -> [T, H], stamped."""
+        t0 = perf_counter_ns()
+        x = self._residual(x, self._attention(index, layer, self._norm(x, layer.input_norm), batch, cos_sin))
+        h = self._norm(x, layer.post_norm)
+        t1 = perf_counter_ns()
+        if layer.gate is None:
+            assert layer.dense is not None
+            x = self._residual(x, layer.dense(h))
+            stamps.layer(index, t0, t1 - t0, 0, 0, perf_counter_ns() - t1)
+            return x
+        ids, weights = choose(linear(h, layer.gate), self.spec.top_k, self.spec.gate_rule, self.spec.renormalise)
+        t2 = perf_counter_ns()
+        experts.send(batch, index, h, ids, weights)
+        out = self._shared(layer, h)
+        experts.add(out, index, stamps)
+        t3 = perf_counter_ns()
+        x = self._residual(x, out)
+        stamps.layer(index, t0, t1 - t0, t2 - t1, t3 - t2, perf_counter_ns() - t3)
+        return x
+
+    def _attention(
+        self, index: int, layer: Layer, h: torch.Tensor, batch: StepBatch, cos_sin: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """h [T, H] -> [T, H]; writes K and V of all rows first, so that a chunk sees itself."""
+        spec, (cos, sin) = self.spec, cos_sin
+        q, k, v = linear(h, layer.qkv, layer.qkv_bias).split(
+            (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim), dim=-1
+        )
+        if spec.qk_norm == "full":
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        if spec.clip_qkv is not None:
+            q, k, v = (t.clamp(-spec.clip_qkv, spec.clip_qkv) for t in (q, k, v))
+        q, k, v = (t.unflatten(-1, (-1, spec.head_dim)) for t in (q, k, v))  # [T, heads, D]
+        if spec.qk_norm == "head":
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        self.cache.write(index, batch.slots, k, v)
+        return linear(self._attend(index, q, batch).flatten(1), layer.o, layer.o_bias)
+
+    def _attend(self, index: int, q: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        """q [T, Hq, D] over each row's own pages -> [T, Hq, D]; padded rows come out as zeros."""
+        k, v, scale, n = self.cache.k[index], self.cache.v[index], self.spec.attention_scale, batch.decodes
+        if n == q.shape[0]:
+            return attention.decode(q, k, v, batch.page_table, batch.lengths, scale)
+        out = torch.zeros_like(q)
+        if n:
+            out[:n] = attention.decode(q[:n], k, v, batch.page_table, batch.lengths, scale)
+        for rows in batch.prefills:
+            span = slice(rows.first, rows.first + rows.count)
+            out[span] = attention.prefill(q[span], k, v, rows.pages, rows.start, scale)
+        return out
+
+    def _shared(self, layer: Layer, h: torch.Tensor) -> torch.Tensor:
+        """The start of the layer's sum: the shared expert, or zeros."""
+        if layer.shared is None or layer.shared_gate is None:
+            return torch.zeros_like(h)
+        return torch.sigmoid(linear(h, layer.shared_gate)) * layer.shared(h)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return rms_norm(x, x.shape[-1:], weight, self.spec.rms_eps)
+
+    def _residual(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        multiplier = self.spec.residual_multiplier
+        return x + y if multiplier == 1.0 else torch.add(x, y, alpha=multiplier)
+
+
+class _Loader:
+    """Reads trunk tensors by name; a routed expert's name is never asked for."""
+
+    def __init__(self, spec: ModelSpec, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec, self.checkpoint, self.dtype, self.device = spec, checkpoint, dtype, device
+
+    def __call__(self, name: str) -> torch.Tensor:
+        return self.checkpoint.read(name, dtype=self.dtype, device=self.device)
+
+    def layer(self, index: int) -> Layer:
+        spec, prefix = self.spec, self.spec.layer_prefix(index)
+        attention_prefix, normed, moe = prefix + "self_attn.", spec.qk_norm != "none", spec.is_moe(index)
+        qkv = [attention_prefix + f"{part}_proj." for part in "qkv"]
+        shared = moe and spec.shared_width > 0
+        return Layer(
+            input_norm=self(prefix + "input_layernorm.weight"),
+            qkv=torch.cat([self(part + "weight") for part in qkv]),
+            qkv_bias=torch.cat([self(part + "bias") for part in qkv]) if spec.qkv_bias else None,
+            q_norm=self(attention_prefix + "q_norm.weight") if normed else None,
+            k_norm=self(attention_prefix + "k_norm.weight") if normed else None,
+            o=self(attention_prefix + "o_proj.weight"),
+            o_bias=self(attention_prefix + "o_proj.bias") if spec.o_bias else None,
+            post_norm=self(prefix + "post_attention_layernorm.weight"),
+            gate=self(prefix + spec.gate_name) if moe else None,
+            dense=None if moe else self._mlp(prefix + "mlp."),
+            shared=self._mlp(prefix + "mlp.shared_expert.") if shared else None,
+            shared_gate=self(prefix + "mlp.shared_expert_gate.weight") if shared else None,
+        )
+
+    def _mlp(self, prefix: str) -> Mlp:
+        w13 = torch.cat([self(prefix + "gate_proj.weight"), self(prefix + "up_proj.weight")])
+        return Mlp(w13, self(prefix + "down_proj.weight"))
