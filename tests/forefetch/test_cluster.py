@@ -1,0 +1,244 @@
+"""The cluster's process handling, with stand-ins for the services that load in milliseconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forefetch.cluster import MALLOC, Cluster, ClusterConfig, Extra
+from forefetch.errors import ConfigError, Unavailable
+from forefetch.process import Process
+
+# Prints the ready line and waits. Flags bend it: --fake=deaf ignores SIGTERM, --fake=mute never gets ready, --fake=broken ends.
+STAND_IN = """
+    import json, os, signal, socket, sys, time
+    flags = dict(arg.split("=", 1) for arg in sys.argv[1:])
+    host, _, port = flags["--listen"].rpartition(":")
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.bind((host, int(port)))
+    server.listen()
+    fake = flags.get("--fake", "")
+    print("loading", sys.argv[0].rsplit("/", 2)[-2], *sys.argv[1:], file=sys.stderr, flush=True)
+    if fake == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if fake == "broken":
+        print("fake: error: --model: it is broken", file=sys.stderr)
+        sys.exit(2)
+    if fake == "mute":
+        time.sleep(60)
+    print("not json")
+    print(json.dumps({"event": "ready", "address": f"{host}:{server.getsockname()[1]}", "metrics": ""}), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder that shadows the three services with `STAND_IN`, plus a checkpoint's config.json."""
+    for name in ("router_service", "expert_worker", "kv_service"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__main__.py").write_text(textwrap.dedent(STAND_IN))
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def config(stand_ins: Path) -> ClusterConfig:
+    return ClusterConfig(model=str(stand_ins), port=0, start_s=20.0)
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_starts_everything_and_stops_it(config: ClusterConfig) -> None:
+    seen: list[tuple[str, int, int]] = []
+    with Cluster.start(config, on_progress=lambda *step: seen.append(step)) as cluster:
+        assert set(cluster.processes) == {"worker-0", "worker-1", "kv", "router"}
+        assert seen[-1] == ("router", 4, 4)
+        assert [count for _, count, _ in seen] == [1, 2, 3, 4]
+        assert cluster.address == cluster.processes["router"].address
+        line = next(line for line in cluster.processes["router"].tail if line.startswith("loading"))
+        assert f"--workers={cluster.processes['worker-0'].address},{cluster.processes['worker-1'].address}" in line
+        assert f"--kv={cluster.processes['kv'].address}" in line
+        assert "--shard=1 --shards=2" in cluster.processes["worker-1"].tail[0]
+        pids = [process.pid for process in cluster.processes.values()]
+        assert all(os.getpgid(pid) == pid for pid in pids), "a terminal's Ctrl-C must not reach the services"
+    assert all(gone(pid) for pid in pids)
+
+
+def test_link_local_is_a_router_alone(config: ClusterConfig) -> None:
+    alone = ClusterConfig(model=config.model, port=0, link="local", kv=False, slots="50%", metrics_port=9)
+    with Cluster.start(alone) as cluster:
+        assert list(cluster.processes) == ["router"]
+        assert "--workers=local" in cluster.processes["router"].tail[0]
+        assert "--slots=50%" in cluster.processes["router"].tail[0]
+        assert "--metrics-listen=127.0.0.1:9" in cluster.processes["router"].tail[0]
+
+
+def test_children_get_allocator_and_thread_settings_but_the_users_win(
+    config: ClusterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "4096")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with Cluster.start(config) as cluster:
+        environment = Path(f"/proc/{cluster.processes['worker-0'].pid}/environ").read_text()
+        cores = len(os.sched_getaffinity(0))
+        assert f"MALLOC_MMAP_THRESHOLD_={MALLOC['MALLOC_MMAP_THRESHOLD_']}\0" in environment
+        assert "MALLOC_TOP_PAD_=4096\0" in environment
+        assert f"OMP_NUM_THREADS={max(1, cores // 2)}\0" in environment
+        assert "OMP_WAIT_POLICY=PASSIVE\0" in environment
+
+
+def test_a_service_that_cannot_start_is_named_with_its_last_words(config: ClusterConfig) -> None:
+    with pytest.raises(Unavailable, match=r"worker-0 ended with status 2: .*\n.*--model: it is broken"):
+        Cluster.start(config, extra=Extra(worker=["--fake=broken"]))
+
+
+def test_a_service_that_is_never_ready_is_given_up(stand_ins: Path) -> None:
+    config = ClusterConfig(model=str(stand_ins), port=0, start_s=1.0)
+    with pytest.raises(Unavailable, match=r"kv was not ready within .* s: loading kv_service"):
+        Cluster.start(config, extra=Extra(kv=["--fake=mute"]))
+
+
+def test_a_taken_port_is_a_clear_error(config: ClusterConfig) -> None:
+    with Cluster.start(config) as cluster:
+        port = int(cluster.address.rpartition(":")[2])
+        with pytest.raises(Unavailable, match=r"router ended with status 1: (.|\n)*Address already in use"):
+            Cluster.start(ClusterConfig(model=config.model, port=port, kv=False))
+
+
+def test_kill_and_restart_keep_the_address(config: ClusterConfig) -> None:
+    with Cluster.start(config) as cluster:
+        worker = cluster.processes["worker-1"]
+        address, pid = worker.address, worker.pid
+        cluster.kill("worker-1")
+        assert not worker.running
+        assert worker.ending().startswith("was ended by SIGKILL")
+        cluster.restart("worker-1")
+        assert worker.ready
+        assert worker.address == address
+        assert worker.pid != pid
+
+
+def test_the_watch_restarts_workers_and_kv_with_growing_delays(config: ClusterConfig) -> None:
+    with Cluster.start(config) as cluster:
+        lines: list[str] = []
+        cluster.kill("kv")
+        lines += cluster.check()
+        assert lines == [lines[0]]
+        assert lines[0].startswith("kv was ended by SIGKILL")
+        assert lines[0].endswith("starting it again in 0.5 s")
+        assert list(cluster.check()) == [], "said once"
+
+        def back() -> bool:
+            lines.extend(cluster.check())
+            return "kv is back" in lines
+
+        until(back)
+        cluster.kill("kv")
+        assert next(cluster.check()).endswith("starting it again in 1 s")
+
+
+def test_a_dead_router_ends_the_watch(config: ClusterConfig) -> None:
+    with Cluster.start(config) as cluster:
+        cluster.kill("router")
+        with pytest.raises(Unavailable, match="the router was ended by SIGKILL"):
+            cluster.watch(print)
+
+
+def test_a_deaf_service_is_killed_in_the_end(config: ClusterConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forefetch.cluster.STOP_S", 0.2)
+    cluster = Cluster.start(config, extra=Extra(worker=["--fake=deaf"], router=["--fake=deaf"]))
+    pids = [process.pid for process in cluster.processes.values()]
+    begin = time.monotonic()
+    cluster.stop(grace_s=0.2)
+    assert time.monotonic() - begin < 10
+    assert all(gone(pid) for pid in pids)
+    cluster.stop()
+
+
+PARENT = """
+import os, sys, time
+from forefetch.cluster import Cluster, ClusterConfig
+cluster = Cluster.start(ClusterConfig(model=sys.argv[1], port=0))
+print(*[process.pid for process in cluster.processes.values()], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def parent(stand_ins: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", PARENT, str(stand_ins)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def test_children_die_with_a_parent_that_was_killed(parent: subprocess.Popen[str]) -> None:
+    assert parent.stdout
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    assert len(pids) == 4
+    assert not any(gone(pid) for pid in pids)
+    parent.send_signal(signal.SIGKILL)
+    until(lambda: all(gone(pid) for pid in pids))
+
+
+def test_restarts_from_a_thread_that_ends_survive_it(config: ClusterConfig) -> None:
+    """PR_SET_PDEATHSIG would kill such a child as soon as the thread ends."""
+    import threading
+
+    with Cluster.start(config) as cluster:
+        thread = threading.Thread(target=cluster.restart, args=("kv",))
+        thread.start()
+        thread.join()
+        time.sleep(0.3)
+        assert cluster.processes["kv"].running
+
+
+def test_process_reports_lines_as_they_come(stand_ins: Path) -> None:
+    lines: list[tuple[str, str]] = []
+    environment = dict(os.environ)
+    process = Process("x", "kv_service", ["--a=b"], environment, on_line=lambda name, line: lines.append((name, line)))
+    process.spawn()
+    process.wait_ready(10.0)
+    process.end(5.0)
+    assert lines[0] == ("x", "loading kv_service --a=b --listen=127.0.0.1:0")
+    assert not process.running
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": ""}, "--model: name the folder"),
+        ({"model": "/nowhere"}, "holds no config.json"),
+        ({"workers": 0}, "--workers: at least 1"),
+        ({"port": 70000}, "--port: must be within 0 and 65535"),
+        ({"link": "carrier-pigeon"}, "--link: must be one of auto, local, shm, grpc"),
+    ],
+)
+def test_bad_settings_are_named(change: dict[str, object], message: str, stand_ins: Path) -> None:
+    values: dict[str, object] = {"model": str(stand_ins), **change}
+    with pytest.raises(ConfigError, match=message):
+        Cluster.start(ClusterConfig(**values))  # type: ignore[arg-type]
