@@ -51,7 +51,7 @@ class StepBuffers:
         self, *, max_tokens: int, max_batch: int, max_pages: int, page_size: int, device: torch.device, buckets: Sequence[int]
     ) -> None:
         self.page_size = page_size
-        self.buckets = tuple(b for b in buckets if b < max_tokens) + (max_tokens,) if buckets else ()
+        self.buckets = (*(b for b in buckets if b < max_tokens), max_tokens) if buckets else ()
         pinned = device.type == "cuda"
         self._rows_host = torch.zeros((4, max_tokens), dtype=torch.int64, pin_memory=pinned)
         self._table_host = torch.zeros((max_batch, max_pages), dtype=torch.int64, pin_memory=pinned)

@@ -31,9 +31,10 @@ class KvCache:
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores k, v [T, Hkv, D] at `slots` [T] (page * page_size + offset). Values beyond the dtype's range saturate."""
         for pool, rows in ((self.k[layer], k), (self.v[layer], v)):
-            if rows.dtype != self.dtype:
-                rows = rows.clamp(-self._limit, self._limit).to(self.dtype)
-            pool.flatten(1, 2).index_copy_(1, slots, rows.transpose(0, 1))
+            pool.flatten(1, 2).index_copy_(1, slots, self._narrowed(rows).transpose(0, 1))
+
+    def _narrowed(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if rows.dtype == self.dtype else rows.clamp(-self._limit, self._limit).to(self.dtype)
 
     def read_block(self, page: int) -> bytes:
         """The bytes of a sealed block: for each layer K then V, each [Hkv, page, D]. May be called from any thread."""

@@ -25,79 +25,90 @@ class RouterConfig(ServiceConfig):
     device: str = setting("auto", "Where the trunk runs: cpu, cuda, cuda:1, or auto (cuda if there is one).")
     dtype: str = setting(
         "auto",
-        """Type the trunk computes in; workers must use the same. auto: float32 on a CPU (CPUs are slow at 16 bits), the
-        checkpoint's own type on a GPU.""",
+        """Type the trunk computes in; workers must use the same. auto: float32 on a CPU (CPUs are slow at 16 bits),
+        the checkpoint's own type on a GPU.""",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     workers: str = setting(
         "local",
-        """Expert workers as host:port,host:port. Together they must hold every expert. local: one worker inside this process, holding
-        all experts, without a wire between.""",
+        """Expert workers as host:port,host:port. Together they must hold every expert. local: one worker inside this
+        process, holding all experts, without a wire between.""",
     )
     link: str = setting(
         "auto",
-        """Data path to workers. auto: shared memory where router and worker can map the same segment, else gRPC. Forcing shm fails at
-        connect time where it cannot work.""",
+        """Data path to workers. auto: shared memory where router and worker can map the same segment, else gRPC.
+        Forcing shm fails at connect time where it cannot work.""",
         choices=("auto", "shm", "grpc"),
     )
     slots: str = setting(
-        "100%", "Device slots of the local worker: a share of its experts, or a count. Ignored when --workers names addresses."
+        "100%",
+        """Device slots of the local worker: a share of its experts, or a count. Ignored when --workers names
+        addresses.""",
     )
     kv: str = setting("", "host:port of the KV service that takes sealed blocks. Unset: none.")
     kv_format: str = setting(
         "auto",
-        """How K and V are kept. auto: the compute type, nothing is rounded. float16 halves float32's memory, is counted as an approximation
-        and saturates beyond 65504.""",
+        """How K and V are kept. auto: the compute type, nothing is rounded. float16 halves float32's memory, is
+        counted as an approximation and saturates beyond 65504.""",
         choices=KV_FORMATS,
     )
     page_size: int = setting(
-        128, "Tokens in a KV page. Smaller pages waste less memory on short requests and cost more book-keeping."
+        128, """Tokens in a KV page. Smaller pages waste less memory on short requests and cost more book-keeping."""
     )
     kv_memory_mb: int = setting(
         1024,
-        "Memory for K and V in MiB, allocated at start. Requests wait while their worst case (prompt + max_tokens) does not fit.",
+        """Memory for K and V in MiB, allocated at start. Requests wait while their worst case (prompt + max_tokens)
+        does not fit.""",
     )
-    max_batch: int = setting(64, "Most requests that run at a time. Each decode step computes one token of every one of them.")
+    max_batch: int = setting(
+        64, """Most requests that run at a time. Each decode step computes one token of every one of them."""
+    )
     max_step_tokens: int = setting(
         512,
-        """Most tokens a step computes. What decoding leaves of it goes to chunks of prompts: larger values shorten the time to the first
-        token of long prompts and lengthen the steps that running streams share with them. Must exceed --max-batch.""",
+        """Most tokens a step computes. What decoding leaves of it goes to chunks of prompts: larger values shorten the
+        time to the first token of long prompts and lengthen the steps that running streams share with them. Must
+        exceed --max-batch.""",
     )
     max_context: int = setting(
-        0, "Most tokens of prompt plus answer. 0: what the model was made for. Larger than the model's is refused."
+        0, """Most tokens of prompt plus answer. 0: what the model was made for. Larger than the model's is refused."""
     )
     max_waiting: int = setting(
-        256, "Requests that may wait for a place. One more is refused with RESOURCE_EXHAUSTED and a time to come back."
+        256, """Requests that may wait for a place. One more is refused with RESOURCE_EXHAUSTED and a time to come back."""
     )
     default_max_tokens: int = setting(512, "max_tokens of requests that set none.")
     worker_grace_s: float = setting(
         30.0,
-        """Seconds that streams pause for a lost worker to come back. After it, every request ends in UNAVAILABLE naming the worker;
-        new ones are refused at once until the worker is there.""",
+        """Seconds that streams pause for a lost worker to come back. After it, every request ends in UNAVAILABLE
+        naming the worker; new ones are refused at once until the worker is there.""",
     )
     step_timeout_s: float = setting(
         20.0,
-        "Seconds a worker may take for one layer before its link counts as broken. Must exceed the slowest prefill chunk's layer.",
+        """Seconds a worker may take for one layer before its link counts as broken. Must exceed the slowest prefill
+        chunk's layer.""",
     )
     start_timeout_s: float = setting(
         600.0,
-        "Seconds to wait at start for workers that hold all experts; health says NOT_SERVING meanwhile. Then the router exits.",
+        """Seconds to wait at start for workers that hold all experts; health says NOT_SERVING meanwhile. Then the
+        router exits.""",
     )
     handover_mb: int = setting(
-        256, "Most MiB of sealed blocks waiting for the KV service. Blocks beyond it are dropped and counted; steps never wait."
+        256,
+        """Most MiB of sealed blocks waiting for the KV service. Blocks beyond it are dropped and counted; steps never
+        wait.""",
     )
     batch_buckets: str = setting(
         "auto",
-        """Row counts that steps are padded to, ascending, comma separated, so that device buffers keep a few fixed shapes. none: no padding.
-        auto: powers of two on a GPU, none on a CPU, where padding only costs time.""",
+        """Row counts that steps are padded to, ascending, comma separated, so that device buffers keep a few fixed
+        shapes. none: no padding. auto: powers of two on a GPU, none on a CPU, where padding only costs time.""",
     )
     threads: int = setting(0, "CPU threads for tensor arithmetic. 0: as many as PyTorch finds cores.")
     trace_steps: int = setting(
-        1024, "Steps whose timings are kept for `forefetch trace`. Memory: 40 bytes x steps x layers x (1 + workers)."
+        1024, """Steps whose timings are kept for `forefetch trace`. Memory: 40 bytes x steps x layers x (1 + workers)."""
     )
     trace_requests: int = setting(1024, "Finished requests that `forefetch trace` can still show.")
 
     def validate(self) -> None:
+        """Raises ConfigError naming the setting or pair that is wrong."""
         super().validate()
         if not self.model:
             raise ConfigError("--model: is required")

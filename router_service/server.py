@@ -45,6 +45,7 @@ class Deliverer:
         self._loop = loop
 
     def __call__(self, deliveries: list[Delivery]) -> None:
+        """May be called from any thread; does not block."""
         if deliveries and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._fan_out, deliveries)
 

@@ -42,6 +42,7 @@ class Mlp:
     w2: torch.Tensor
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H] -> [T, H]."""
         gate, up = linear(x, self.w13).chunk(2, dim=-1)
         return linear(silu(gate) * up, self.w2)
 
