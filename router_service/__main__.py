@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from forefetch import rpc, settings
 from forefetch.spec import ModelSpec
+from forefetch.telemetry import names
 from forefetch.telemetry.book import RequestBook
 from forefetch.telemetry.metrics import new_registry
 from forefetch.telemetry.ring import StepRing
@@ -25,6 +26,7 @@ from router_service.recorder import Recorder
 from router_service.server import Deliverer, RouterServicer
 from router_service.status import Status
 from router_service.text import Text
+from router_service.trunk import Trunk
 from router_service.workers import Workers
 
 SERVICE = "forefetch.v1.RouterService"
@@ -65,12 +67,11 @@ async def serve(config: RouterConfig) -> None:
         dispatch.workers.close()
         if handover is not None:
             handover.close(timeout_s=2.0)
-        if recorder.exporter is not None:
-            recorder.exporter.close()
+        recorder.exporter.close()
 
 
 def _handover(
-    config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, trunk: build.Trunk, placement: build.Placement
+    config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, trunk: Trunk, placement: build.Placement
 ) -> Handover | None:
     if not config.kv:
         return None
@@ -90,8 +91,8 @@ def _recorder(config: RouterConfig, spec: ModelSpec, workers: Workers, registry:
     addresses = [worker.address for worker in workers.rows]
     ring = StepRing(config.trace_steps, spec.layers, len(addresses))
     book = RequestBook(ring, config.trace_requests, addresses)
-    exporter = Exporter(config, book, model=spec.name) if config.otlp_endpoint else None
-    return Recorder(ring, book, model=spec.name, registry=registry, exporter=exporter, trace_ratio=config.trace_ratio)
+    exporter = Exporter(config, names.SERVICE_ROUTER, book=book, model=spec.name)
+    return Recorder(ring, book, model=spec.name, registry=registry, exporter=exporter)
 
 
 def main() -> int:

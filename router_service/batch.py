@@ -37,7 +37,7 @@ class StepBatch:
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
     slots: torch.Tensor  # [T] int64: page * page_size + offset
-    page_table: torch.Tensor  # [decodes, pages] int64
+    page_table: torch.Tensor  # [decodes, pages] int64, on the host: attention plans with it
     lengths: list[int]  # per decode row: positions it may attend to
     prefills: tuple[PrefillRows, ...]
     logit_rows: torch.Tensor  # [S] int64: rows that choose a token
@@ -54,13 +54,12 @@ class StepBuffers:
         self.buckets = (*(b for b in buckets if b < max_tokens), max_tokens) if buckets else ()
         pinned = device.type == "cuda"
         self._rows_host = torch.zeros((4, max_tokens), dtype=torch.int64, pin_memory=pinned)
-        self._table_host = torch.zeros((max_batch, max_pages), dtype=torch.int64, pin_memory=pinned)
+        self._table = torch.zeros((max_batch, max_pages), dtype=torch.int64)
         self._rows = self._rows_host if not pinned else torch.zeros_like(self._rows_host, device=device)
-        self._table = self._table_host if not pinned else torch.zeros_like(self._table_host, device=device)
 
     def fill(self, step: int, plan: Plan, trace: bytes = b"") -> StepBatch:
         """The plan as tensors; they are valid until the next fill."""
-        rows, table = self._rows_host.numpy(), self._table_host.numpy()
+        rows, table = self._rows_host.numpy(), self._table.numpy()
         at, prefills, logit_rows = 0, [], []
         for index, chunk in enumerate(plan.chunks):
             end = at + chunk.count
@@ -99,7 +98,6 @@ class StepBuffers:
         width = -(-max(lengths, default=1) // self.page_size)
         if self._rows is not self._rows_host:
             self._rows.copy_(self._rows_host, non_blocking=True)
-            self._table.copy_(self._table_host, non_blocking=True)
         return StepBatch(
             step=step,
             tokens=tokens,

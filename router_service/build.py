@@ -139,7 +139,7 @@ def _connector(
     tls = rpc.tls_of(config)
     return lambda address: expert.connect(
         address,
-        link=config.link,  # type: ignore[arg-type]
+        link=config.link,
         digest=checkpoint.digest,
         hidden=spec.hidden_size,
         dtype=placement.dtype,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from time import perf_counter_ns, time_ns
 
 from prometheus_client import CollectorRegistry
@@ -16,7 +15,7 @@ from router_service.scheduler import Plan, Request
 
 
 class Recorder:
-    """One per router. `exporter` is None when no collector is configured."""
+    """One per router."""
 
     def __init__(
         self,
@@ -25,10 +24,9 @@ class Recorder:
         *,
         model: str,
         registry: CollectorRegistry,
-        exporter: Exporter | None,
-        trace_ratio: float,
+        exporter: Exporter,
     ) -> None:
-        self.ring, self.book, self.exporter, self.trace_ratio = ring, book, exporter, trace_ratio
+        self.ring, self.book, self.exporter = ring, book, exporter
         self.metrics = RouterMetrics(registry, model, ring)
         self._contexts: dict[Request, SpanContext] = {}
         self._operations: dict[Request, str] = {}
@@ -39,8 +37,9 @@ class Recorder:
     def arrive(self, request: Request, parent: SpanContext | None, operation: str) -> int:
         """A request was read from the wire; returns its arrival on the monotonic clock, nanoseconds."""
         now = perf_counter_ns()
-        sampled = parent.sampled if parent is not None else random.random() < self.trace_ratio
-        self._contexts[request] = self.book.arrive(request.request_id, time_ns(), now, parent, sampled, operation=operation)
+        sampled = self.exporter.sampled(parent)
+        context = self.book.arrive(request.request_id, time_ns(), now, parent, sampled, operation=operation)
+        self._contexts[request] = context
         self._operations[request], self._last_token[request] = operation, now
         return now
 
@@ -74,8 +73,7 @@ class Recorder:
         self._last_token.pop(request)
         if record is not None:
             self.metrics.request_finished(operation, record.duration_ns, status)
-            if self.exporter is not None:
-                self.exporter.request_finished(record)
+            self.exporter.request_finished(record)
 
     # ---- steps ----
 

@@ -146,7 +146,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     def _finish(self, event: FinishOut, request: Request, first: int, duration: int) -> router_pb2.FinishEvent:
         return router_pb2.FinishEvent(
-            reason=router_pb2.FinishReason.Value(f"FINISH_REASON_{event.reason}"),
+            reason=f"FINISH_REASON_{event.reason}",
             text=event.text,
             stop_string=event.stop_string,
             usage=router_pb2.Usage(

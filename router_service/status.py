@@ -7,7 +7,7 @@ from time import monotonic
 
 from forefetch.spec import ModelSpec
 from forefetch.telemetry.metrics import RouterMetrics
-from forefetch.v1 import router_pb2, tensor_pb2
+from forefetch.v1 import router_pb2
 from forefetch.version import VERSION
 from router_service.admission import Limits
 from router_service.build import Placement
@@ -51,7 +51,7 @@ class Status:
             kv_format=str(self.placement.kv_dtype).removeprefix("torch."),
             page_size=self.config.page_size,
             device=str(self.placement.device),
-            dtype=tensor_pb2.DataType.Value(f"DATA_TYPE_{dtype}"),
+            dtype=f"DATA_TYPE_{dtype}",
             workers=map(_worker, self.workers.rows),
             version=VERSION,
         )

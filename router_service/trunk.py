@@ -65,6 +65,18 @@ class Layer:
     shared_gate: torch.Tensor | None  # [1, H]
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What the layers of one step share."""
+
+    batch: StepBatch
+    plan: attention.DecodePlan | None  # None without decoding rows
+    cos: torch.Tensor  # [T, 1, D]
+    sin: torch.Tensor
+    experts: Experts
+    stamps: StepStamps
+
+
 class Trunk:
     """`device` and `dtype` are where and in what it computes; `cache` holds K and V."""
 
@@ -82,13 +94,12 @@ class Trunk:
     @torch.inference_mode()
     def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps) -> torch.Tensor:
         """Runs the step's rows through all layers -> float32 logits [S, V] of the rows that choose a token."""
-        spec = self.spec
+        spec, step = self.spec, self._step(batch, experts, stamps)
         x = self.embedding[batch.token_ids]  # [T, H]
         if spec.embedding_multiplier != 1.0:
             x = x * spec.embedding_multiplier
-        cos_sin = self.rope.tables(batch.positions, self.dtype)
         for i, layer in enumerate(self.layers):
-            x = self._layer(i, layer, x, batch, cos_sin, experts, stamps)
+            x = self._layer(i, layer, x, step)
         started = perf_counter_ns()
         logits = linear(self._norm(x[batch.logit_rows], self.final_norm), self.head).float()
         if spec.logits_divisor != 1.0:
@@ -96,41 +107,39 @@ class Trunk:
         stamps.head(perf_counter_ns() - started)
         return logits
 
-    def _layer(
-        self,
-        index: int,
-        layer: Layer,
-        x: torch.Tensor,
-        batch: StepBatch,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        experts: Experts,
-        stamps: StepStamps,
-    ) -> torch.Tensor:
+    def _step(self, batch: StepBatch, experts: Experts, stamps: StepStamps) -> _Step:
+        """What the layers of a step share."""
+        cos, sin = self.rope.tables(batch.positions, self.dtype)
+        plan = None
+        if batch.decodes:
+            page, device = self.cache.page_size, batch.token_ids.device
+            plan = attention.plan_decode(batch.page_table, batch.lengths, page, device, self.dtype)
+        return _Step(batch, plan, cos, sin, experts, stamps)
+
+    def _layer(self, index: int, layer: Layer, x: torch.Tensor, step: _Step) -> torch.Tensor:
         """One decoder layer, x [T, H] -> [T, H], stamped."""
         t0 = perf_counter_ns()
-        x = self._residual(x, self._attention(index, layer, self._norm(x, layer.input_norm), batch, cos_sin))
+        x = self._residual(x, self._attention(index, layer, self._norm(x, layer.input_norm), step))
         h = self._norm(x, layer.post_norm)
         t1 = perf_counter_ns()
         if layer.gate is None:
             assert layer.dense is not None
             x = self._residual(x, layer.dense(h))
-            stamps.layer(index, t0, t1 - t0, 0, 0, perf_counter_ns() - t1)
+            step.stamps.layer(index, t0, t1 - t0, 0, 0, perf_counter_ns() - t1)
             return x
         ids, weights = choose(linear(h, layer.gate), self.spec.top_k, self.spec.gate_rule, self.spec.renormalise)
         t2 = perf_counter_ns()
-        experts.send(batch, index, h, ids, weights)
+        step.experts.send(step.batch, index, h, ids, weights)
         out = self._shared(layer, h)
-        experts.add(out, index, stamps)
+        step.experts.add(out, index, step.stamps)
         t3 = perf_counter_ns()
         x = self._residual(x, out)
-        stamps.layer(index, t0, t1 - t0, t2 - t1, t3 - t2, perf_counter_ns() - t3)
+        step.stamps.layer(index, t0, t1 - t0, t2 - t1, t3 - t2, perf_counter_ns() - t3)
         return x
 
-    def _attention(
-        self, index: int, layer: Layer, h: torch.Tensor, batch: StepBatch, cos_sin: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
+    def _attention(self, index: int, layer: Layer, h: torch.Tensor, step: _Step) -> torch.Tensor:
         """h [T, H] -> [T, H]; writes K and V of all rows first, so that a chunk sees itself."""
-        spec, (cos, sin) = self.spec, cos_sin
+        spec = self.spec
         q, k, v = linear(h, layer.qkv, layer.qkv_bias).split(
             (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim), dim=-1
         )
@@ -141,19 +150,19 @@ class Trunk:
         q, k, v = (t.unflatten(-1, (-1, spec.head_dim)) for t in (q, k, v))  # [T, heads, D]
         if spec.qk_norm == "head":
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        self.cache.write(index, batch.slots, k, v)
-        return linear(self._attend(index, q, batch).flatten(1), layer.o, layer.o_bias)
+        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        self.cache.write(index, step.batch.slots, k, v)
+        return linear(self._attend(index, q, step).flatten(1), layer.o, layer.o_bias)
 
-    def _attend(self, index: int, q: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+    def _attend(self, index: int, q: torch.Tensor, step: _Step) -> torch.Tensor:
         """q [T, Hq, D] over each row's own pages -> [T, Hq, D]; padded rows come out as zeros."""
-        k, v, scale, n = self.cache.k[index], self.cache.v[index], self.spec.attention_scale, batch.decodes
-        if n == q.shape[0]:
-            return attention.decode(q, k, v, batch.page_table, batch.lengths, scale)
+        k, v, scale, n = self.cache.k[index], self.cache.v[index], self.spec.attention_scale, step.batch.decodes
+        if step.plan is not None and n == len(q):
+            return attention.decode_planned(q, k, v, step.plan, scale)
         out = torch.zeros_like(q)
-        if n:
-            out[:n] = attention.decode(q[:n], k, v, batch.page_table, batch.lengths, scale)
-        for rows in batch.prefills:
+        if step.plan is not None:
+            out[:n] = attention.decode_planned(q[:n], k, v, step.plan, scale)
+        for rows in step.batch.prefills:
             span = slice(rows.first, rows.first + rows.count)
             out[span] = attention.prefill(q[span], k, v, rows.pages, rows.start, scale)
         return out
