@@ -1,0 +1,1 @@
+"""Hot operations: a plain reference beside the fast path of each. Imports only torch and triton."""

@@ -1,0 +1,25 @@
+"""Attention of a request's queries over its own KV pages: `decode` (one query per request) and `prefill` (a chunk of one).
+
+Pools are per layer: K and V [Hkv, pages, R, D] with R tokens per page; position p of a request lies in its page p // R at
+offset p % R. Query head h reads KV head h // (Hq / Hkv). Nothing beyond a request's visible positions is ever read, so
+pages may hold anything there, NaN included. A pool stored in another float type than the queries is converted as it is read.
+
+Letters: B requests, C queries of a chunk, Hq / Hkv query / KV heads, G = Hq / Hkv, D head dim, L visible positions.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from forefetch.kernels.attention.cpu import DecodePlan, decode_planned, plan_decode, prefill
+
+__all__ = ["DecodePlan", "decode", "decode_planned", "plan_decode", "prefill"]
+
+
+def decode(q: Tensor, k_pool: Tensor, v_pool: Tensor, page_table: Tensor, lengths: list[int], scale: float) -> Tensor:
+    """q [B, Hq, D], page_table [B, max_pages] int, lengths: visible positions of each row (>= 1) -> [B, Hq, D].
+
+    Entries of `page_table` beyond a row's last visible page are not read. A caller with many layers plans once per step
+    (`plan_decode`) and calls `decode_planned`.
+    """
+    return decode_planned(q, k_pool, v_pool, plan_decode(page_table, lengths, k_pool.shape[2], q.device, q.dtype), scale)
