@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import NamedTuple
 
 from forefetch.errors import BadRequest, NotFound
 from forefetch.telemetry import names
@@ -55,6 +56,15 @@ class RequestRecord:
         return left - self.arrival_ns if left else 0
 
 
+class Work(NamedTuple):
+    """A step, the index of the token it produced for a request (None: not the end of its prompt), and the prompt tokens of
+    that request that it computed."""
+
+    step: StepRecord
+    token_index: int | None
+    prefill_tokens: int
+
+
 @dataclass(slots=True)
 class _Batch:
     """Who took part in a step: record -> (index of the token it got or None, prompt tokens computed for it)."""
@@ -68,7 +78,8 @@ class RequestBook:
 
     def __init__(self, ring: StepRing, capacity: int, workers: Iterable[str] = ()) -> None:
         """`capacity`: finished requests remembered. `workers`: addresses, in the ring's order."""
-        self.ring, self.capacity, self.workers = ring, capacity, tuple(workers)
+        self.ring, self.capacity = ring, capacity
+        self.workers = tuple(workers) or tuple(f"worker {index}" for index in range(ring.workers))
         self._running: dict[str, RequestRecord] = {}
         self._done: dict[str, RequestRecord] = {}
         self._batches: list[_Batch | None] = [None] * ring.capacity
@@ -149,17 +160,14 @@ class RequestBook:
 
     def build(self, record: RequestRecord) -> router_pb2.GetTraceResponse:
         """The waterfall of `record`, with layers for as many steps as the bound on an answer allows, slowest first."""
-        works = list(self._works(record))
-        detailed = self._detailed([step for step, _, _ in works])
+        works = list(self.works(record))
+        detailed = self._detailed([work.step for work in works])
         return router_pb2.GetTraceResponse(
             request_id=record.request_id,
             trace_id=record.context.trace_id.hex() if record.context.sampled or record.exported else "",
             arrival_unix_ns=record.arrival_unix_ns,
             queued_ns=record.queued_ns,
-            steps=[
-                _step(step, record.arrival_ns, token_index, prefill, step.step in detailed)
-                for step, token_index, prefill in works
-            ],
+            steps=[_step(work, record.arrival_ns, work.step.step in detailed) for work in works],
             workers=self.workers,
             steps_lost=max(record.steps - len(works), 0),
         )
@@ -171,7 +179,7 @@ class RequestBook:
             return []
         return [record for record in list(batch.work) if record.context.sampled or record.exported]
 
-    def _works(self, record: RequestRecord) -> Iterator[tuple[StepRecord, int | None, int]]:
+    def works(self, record: RequestRecord) -> Iterator[Work]:
         """The steps of `record` that are still in the ring, oldest first."""
         last = record.last_step
         for number in range(max(record.first_step, last - self.ring.capacity + 1, 0), last + 1):
@@ -179,7 +187,7 @@ class RequestBook:
             work = batch.work.get(record) if batch and batch.step == number else None
             step = self.ring.read(number) if work else None
             if work and step:
-                yield step, *work
+                yield Work(step, *work)
 
     def _detailed(self, steps: list[StepRecord]) -> set[int]:
         allowed = max(_DETAIL_RECORDS // (self.ring.layers * (1 + self.ring.workers)), 1)
@@ -193,15 +201,14 @@ def timings_message(timings: Timings) -> router_pb2.StepTimings:
     return router_pb2.StepTimings(**{name: getattr(timings, name) for name in Timings.__slots__})
 
 
-def _step(
-    step: StepRecord, arrival_ns: int, token_index: int | None, prefill_tokens: int, detailed: bool
-) -> router_pb2.StepTrace:
+def _step(work: Work, arrival_ns: int, detailed: bool) -> router_pb2.StepTrace:
+    step = work.step
     return router_pb2.StepTrace(
         step=step.step,
         start_ns=max(step.start_ns - arrival_ns, 0),
         timings=timings_message(step.timings),
-        token_index=token_index,
-        prefill_tokens=prefill_tokens,
+        token_index=work.token_index,
+        prefill_tokens=work.prefill_tokens,
         layers=_layers(step) if detailed else (),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -76,6 +77,15 @@ def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> SpanCon
     found = {key: value for key, value in metadata or () if key in (TRACEPARENT, TRACESTATE)}
     traceparent, tracestate = found.get(TRACEPARENT), found.get(TRACESTATE, "")
     return parse(traceparent, tracestate if isinstance(tracestate, str) else "") if isinstance(traceparent, str) else None
+
+
+def current() -> SpanContext | None:
+    """The span that this process's own OpenTelemetry has open here; None when that is not loaded or has none."""
+    api = sys.modules.get("opentelemetry.trace")
+    span = api.get_current_span().get_span_context() if api else None
+    if span is None or not span.is_valid:
+        return None
+    return SpanContext(span.trace_id.to_bytes(16, "big"), span.span_id.to_bytes(8, "big"), span.trace_flags.sampled)
 
 
 def to_metadata(context: SpanContext | None) -> tuple[tuple[str, str], ...]:

@@ -121,15 +121,13 @@ class StepStamps:
         self._layers = base + _HEADER * _WORD
         self._calls = base + ring._calls_at * _WORD
 
-    def layer(  # noqa: PLR0917 (positional arguments are the cheapest)
-        self, layer: int, start_ns: int, attention_ns: int, gate_ns: int, experts_ns: int, combine_ns: int
-    ) -> None:
+    def layer(self, layer: int, start_ns: int, attention_ns: int, gate_ns: int, experts_ns: int, combine_ns: int) -> None:
         """Stamps a layer. `start_ns`: monotonic clock; `experts_ns`: first frame sent to last reply read, 0 in a dense layer;
         `combine_ns` must not count time that `experts_ns` covers (a shared expert that ran meanwhile)."""
         at = self._layers + layer * _RECORD * _WORD
         _pack_record(self._bytes, at, start_ns - self._start_ns, attention_ns, gate_ns, experts_ns, combine_ns)
 
-    def call(  # noqa: PLR0917
+    def call(
         self, layer: int, worker: int, rows: int, round_trip_ns: int, queue_ns: int, copy_wait_ns: int, compute_ns: int
     ) -> None:
         """Stamps a worker's part in a layer; the last three are the worker's own durations."""
