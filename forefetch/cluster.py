@@ -44,7 +44,9 @@ class ClusterConfig(Config):
         """Expert workers. The routed experts are spread over them evenly; their number need not divide the experts. With
         --link=local there are none: the router holds the experts itself.""",
     )
-    device: str = setting("cpu", """Where the router and the workers compute: "cpu", "cuda" or "cuda:N".""")
+    device: str = setting(
+        "auto", "Where the router and the workers compute: cpu, cuda, cuda:1, or auto (cuda if there is one)."
+    )
     link: str = setting(
         "auto",
         """How the router reaches its workers. auto takes shared memory where both see the same one, else gRPC; local puts the
@@ -176,13 +178,12 @@ class Cluster:
     def _router_flags(self) -> list[str]:
         config = self.config
         workers = ",".join(self.processes[name].address for name in self.worker_names) or "local"
-        flags = [f"--workers={workers}", f"--link={config.link}", f"--kv-format={config.kv_format}", f"--drain-s={DRAIN_S}"]
+        flags = [f"--workers={workers}", f"--kv-format={config.kv_format}", f"--drain-s={DRAIN_S}"]
         if config.kv:
             flags.append(f"--kv={self.processes['kv'].address}")
         if config.metrics_port:
             flags.append(f"--metrics-listen=127.0.0.1:{config.metrics_port}")
-        if config.link == "local":
-            flags.append(f"--slots={config.slots}")
+        flags.append(f"--slots={config.slots}" if config.link == "local" else f"--link={config.link}")
         return [*self._model_flags(), *flags, *self._extra.router]
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:

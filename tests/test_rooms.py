@@ -27,8 +27,11 @@ KERNELS_MAY = ("torch", "triton", "forefetch.kernels")
 
 # Rooms of a service, highest first: a module imports its own room and those below.
 ROOMS: dict[str, tuple[str, ...]] = {
-    "edge": ("__main__", "server", "client", "handover"),
-    "device": ("engine", "trunk", "batch", "cache", "experts", "dispatch", "sampling", "text", "rope"),
+    "edge": ("__main__", "server", "client", "build", "status"),
+    "device": (
+        *("engine", "trunk", "batch", "cache", "rope", "dispatch", "workers", "sampling", "text", "answer", "recorder"),
+        *("experts", "handover"),
+    ),
     "config": ("config",),
     "pure": ("__init__", "scheduler", "pages", "admission", "slots", "store", "keys"),
 }
