@@ -76,7 +76,6 @@ BAD = {
     "min_p above one": (sampling(temperature=1, min_p=1.01), "sampling.min_p"),
     "min_p NaN": (sampling(temperature=1, min_p=math.nan), "sampling.min_p"),
     "max_tokens zero": (stop(max_tokens=0), "stop.max_tokens"),
-    "max_tokens beyond the context": (stop(max_tokens=CONTEXT), "stop.max_tokens"),
     "too many stop strings": (stop(strings=["x"] * 17), "stop.strings"),
     "an empty stop string": (stop(strings=[""]), "stop.strings"),
     "a long stop string": (stop(strings=["x" * 257]), "stop.strings"),
@@ -99,6 +98,12 @@ def test_bad_requests_are_refused_by_field(name: str, router: Router) -> None:
     assert len(violations) == 1, violations
     assert violations[0].field.startswith(field), violations
     assert violations[0].description
+
+
+def test_max_tokens_beyond_the_context_end_there_and_say_so(router: Router) -> None:
+    answer = router.generate(PROMPT, 10 * CONTEXT)
+    assert len(answer.tokens) == CONTEXT - len(PROMPT)
+    assert answer.finish.reason == router_pb2.FINISH_REASON_CONTEXT
 
 
 def test_tokenize_refuses_the_same(router: Router) -> None:
@@ -154,7 +159,7 @@ def broken_frames(layer: int, held: list[int], not_held: int) -> dict[str, bytea
     frame = good_frame(layer, held)
     body = 96
     rows_end = body + 2 * HIDDEN * 4  # two float32 rows; already a multiple of 32
-    weights = len(frame) - 32  # four weights of 4 bytes, padded to 32
+    weights = rows_end + 64  # after four row indices and four experts, each padded to 32 bytes
     return {
         "nothing": bytearray(),
         "half a header": frame[:40],

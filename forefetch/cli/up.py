@@ -1,0 +1,107 @@
+"""`forefetch up`: a local cluster in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from forefetch.cluster import Cluster, ClusterConfig
+from forefetch.settings import add_arguments, build
+
+EPILOG = """\
+Examples:
+  forefetch up --model models/reference
+  forefetch up --model /models/Qwen3-30B-A3B --workers 4 --device cuda --slots 25% --metrics-port 9100
+  forefetch up --model models/reference --link local --no-kv      one process, no wire
+
+Ctrl-C stops it: running requests get 30 s to finish, a second Ctrl-C ends them."""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "up",
+        help="start a local cluster and keep it running",
+        description="Starts a router, expert workers and a KV service on this host and keeps them running until Ctrl-C.\n"
+        "A worker or KV service that dies is started again.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_cluster_arguments(parser)
+    parser.add_argument("--verbose", action="store_true", help="show the services' logs")
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser, *without: str) -> None:
+    """A flag for every field of ClusterConfig but those named."""
+    add_arguments(parser, ClusterConfig, [field.name for field in fields(ClusterConfig) if field.name not in without])
+    parser.add_argument("--no-kv", dest="kv", action="store_const", const="false", help="the same as --kv=false")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs until Ctrl-C or SIGTERM (status 0), or until the router dies (Unavailable)."""
+    config = build(ClusterConfig, vars(args))
+    console = Console(stderr=True, highlight=False)
+    with _terminated_like_interrupted(), start(config, console, verbose=args.verbose) as cluster:
+        _say_ready(cluster)
+        try:
+            cluster.watch(lambda line: console.print(f"[yellow]{escape(line)}[/]"))
+        except KeyboardInterrupt:
+            _stop(cluster, console)
+    return 0
+
+
+def start(config: ClusterConfig, console: Console, *, verbose: bool = False) -> Cluster:
+    """Starts a cluster behind a progress bar. Raises what Cluster.start raises."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting the services", total=None)
+
+        def advance(name: str, ready: int, count: int) -> None:
+            progress.update(task, description=f"{name} is ready", completed=ready, total=count)
+
+        def line(name: str, text: str) -> None:
+            if verbose:
+                console.print(f"[dim]{name}:[/] {escape(text)}")
+
+        return Cluster.start(config, on_progress=advance, on_line=line)
+
+
+def _say_ready(cluster: Cluster) -> None:
+    config = cluster.config
+    workers = f"{config.workers} expert workers" if cluster.worker_names else "experts in the router"
+    print(f"Forefetch serves {config.model} at {cluster.address} ({workers}{', KV service' if config.kv else ''}).")
+    if config.metrics_port:
+        print(f"Metrics: http://127.0.0.1:{config.metrics_port}/metrics")
+    print(f'\n  forefetch generate --address {cluster.address} "Once upon a time"\n')
+    print("Ctrl-C stops it.")
+    sys.stdout.flush()
+
+
+def _stop(cluster: Cluster, console: Console) -> None:
+    console.print("\nstopping; running requests may finish (Ctrl-C again ends them)")
+    try:
+        cluster.stop()
+    except KeyboardInterrupt:
+        cluster.stop(grace_s=0.0)
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,77 @@
+"""The command line itself: help, usage errors, exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from forefetch import cli
+from forefetch.errors import ConfigError, Overloaded, Unavailable
+from forefetch.version import VERSION
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "forefetch.cli", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_installed_command_prints_its_version() -> None:
+    assert run("version").stdout == f"forefetch {VERSION}\n"
+    assert run("--version").stdout == f"forefetch {VERSION}\n"
+
+
+@pytest.mark.parametrize("command", [*cli.COMMANDS, "version"])
+def test_every_command_has_a_description_and_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.parser().parse_args([command, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert f"usage: forefetch {command}" in text
+    assert len(text.splitlines()) > 4
+    if command != "version":
+        assert f"forefetch {command}" in text.partition("usage:")[2].partition("\n")[2], "an example"
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.parser().parse_args(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"    {command} " in text for command in cli.COMMANDS)
+    assert "First steps" in text
+
+
+@pytest.mark.parametrize("args", [[], ["fly"], ["generate", "--temperature", "warm", "x"], ["up", "--workers"]])
+def test_wrong_usage_is_status_2_without_a_stack_trace(args: list[str]) -> None:
+    done = run(*args)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "usage: forefetch" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ConfigError("--model: no"), 2), (Unavailable("gone"), 1), (Overloaded("full", 1.0), 1), (KeyboardInterrupt(), 130)],
+)
+def test_errors_become_one_line_and_a_status(
+    error: BaseException, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_args: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(cli.COMMANDS["generate"], "run", fail)
+    assert cli.main(["generate", "hello"]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == ("" if status == 130 else f"forefetch: error: {error}\n")
+
+
+def test_nobody_at_the_address_is_one_line() -> None:
+    done = run("generate", "--address", "127.0.0.1:1", "--timeout", "5", "hello")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("forefetch: error: ")
+    assert "127.0.0.1:1" in done.stderr
