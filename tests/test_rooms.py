@@ -29,8 +29,8 @@ KERNELS_MAY = ("torch", "triton", "forefetch.kernels")
 ROOMS: dict[str, tuple[str, ...]] = {
     "edge": ("__main__", "server", "client", "build", "status"),
     "device": (
-        *("engine", "trunk", "batch", "cache", "rope", "dispatch", "workers", "sampling", "text", "answer", "recorder"),
-        *("experts", "handover"),
+        *("engine", "trunk", "batch", "cache", "rope", "dispatch", "workers", "sampling", "text", "detokenise"),
+        *("answer", "recorder", "experts", "handover"),
     ),
     "config": ("config",),
     "pure": ("__init__", "scheduler", "pages", "admission", "slots", "store", "keys"),
