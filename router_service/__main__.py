@@ -41,9 +41,9 @@ async def serve(config: RouterConfig) -> None:
     dispatch = build.dispatch(config, spec, checkpoint, placement)  # connects while the trunk loads
     trunk = await asyncio.to_thread(build.trunk, config, spec, checkpoint, sizes, placement)
     scheduler = build.scheduler(config, sizes)
-    handover = _handover(config, spec, checkpoint, trunk, placement)
     registry = new_registry()
     recorder = _recorder(config, spec, dispatch.workers, registry)
+    handover = _handover(config, spec, checkpoint.digest, trunk, recorder) if config.kv else None
     parts = Parts(trunk, build.buffers(config, sizes, placement), dispatch, dispatch.workers, scheduler, recorder, handover)
     engine = Engine(parts, Deliverer(asyncio.get_running_loop()), config.worker_grace_s)
     status = Status(config, spec, checkpoint.digest, placement, limits, scheduler, dispatch.workers, recorder.metrics, handover)
@@ -70,20 +70,17 @@ async def serve(config: RouterConfig) -> None:
         recorder.exporter.close()
 
 
-def _handover(
-    config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, trunk: Trunk, placement: build.Placement
-) -> Handover | None:
-    if not config.kv:
-        return None
+def _handover(config: RouterConfig, spec: ModelSpec, digest: str, trunk: Trunk, recorder: Recorder) -> Handover:
     return Handover.of(
         config.kv,
         rpc.tls_of(config),
         spec=spec,
-        digest=checkpoint.digest,
-        kv_format=str(placement.kv_dtype).removeprefix("torch."),
+        digest=digest,
+        kv_format=str(trunk.cache.dtype).removeprefix("torch."),
         page_size=config.page_size,
         budget_bytes=config.handover_mb * 2**20,
         read_block=trunk.cache.read_block,
+        exporter=recorder.exporter,
     )
 
 

@@ -210,12 +210,13 @@ class Engine:
         """Offers blocks that this step sealed to the KV service; their pages stay pinned until the bytes are copied."""
         if self.parts.handover is None:
             return
-        size, pool = self.parts.scheduler.page_size, self.parts.scheduler.pool
+        size, pool, handover = self.parts.scheduler.page_size, self.parts.scheduler.pool, self.parts.handover
         for request, first in sealed:
+            trace = self.parts.recorder.context(request)
             for block in range(first, request.computed // size):
-                page = request.pages[block]
+                page, tokens = request.pages[block], request.tokens[block * size : (block + 1) * size]
                 pool.pin(page)
-                if not self.parts.handover.offer(request.key, block, request.tokens[block * size : (block + 1) * size], page):
+                if not handover.offer(request.key, block, tokens, page, trace):
                     pool.unpin(page)
 
     def _end(self, ended: list[tuple[Request, ForefetchError]], remove: bool = False) -> None:

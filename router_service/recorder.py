@@ -96,10 +96,14 @@ class Recorder:
         completion = sum(chunk.samples for chunk in plan.chunks)
         self.metrics.step_finished(timings, prompt_tokens=prompt_tokens, completion_tokens=completion)
 
+    def context(self, request: Request) -> SpanContext | None:
+        """The request's span, if it is sampled."""
+        context = self._contexts.get(request)
+        return context if context is not None and context.sampled else None
+
     def trace_of(self, plan: Plan) -> bytes:
         """The context that the step's frames carry: that of its first sampled request, or none."""
         for chunk in plan.chunks:
-            context = self._contexts.get(chunk.request)
-            if context is not None and context.sampled:
+            if context := self.context(chunk.request):
                 return context.to_bytes()
         return b""
