@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import Any
 
 from forefetch.errors import BadRequest
@@ -66,7 +66,7 @@ class _Arriving:
 class Intake:
     """Assembles the blocks of one Put stream. Use as a context manager: leaving it drops a block that is not complete."""
 
-    def __init__(self, store: Store, lock: Lock, max_block_bytes: int) -> None:
+    def __init__(self, store: Store, lock: AbstractContextManager[Any], max_block_bytes: int) -> None:
         self.stored = self.refused = 0
         self._store, self._lock, self._max_block_bytes = store, lock, max_block_bytes
         self._arriving: _Arriving | None = None

@@ -1,0 +1,171 @@
+"""Sealed blocks of the router that are not with the KV service yet. Pure: no threads, no clock; the caller holds a lock.
+
+A block is queued (and its page pinned) as long as there is room. One that finds no room stays in its request's chain and is
+queued later, in order, if the request lives that long; else it is dropped and counted. The chains of live requests are gone
+through again when the KV service has lost everything.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forefetch.telemetry.context import SpanContext
+    from kv_service.client import Key
+
+
+BATCH_BYTES = 16 << 20
+"""Most bytes sent in one call, unless a single block has more."""
+
+
+@dataclass(slots=True, eq=False)
+class Chain:
+    """The sealed blocks of a request, from its first token on. Those from `queued` on are not queued yet."""
+
+    blocks: list[Block] = field(default_factory=list)
+    queued: int = 0
+    live: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A sealed block. `data` holds its bytes between copy and send."""
+
+    chain: Chain
+    key: Key
+    page: int
+    trace: SpanContext | None
+    pinned: bool = False
+    data: bytes = b""
+
+
+class Outbox:
+    """At most `room` blocks are queued, being copied, copied or being sent at a time.
+
+    `child(before, token_ids)` names a block; before is None for the first of a request.
+    """
+
+    def __init__(self, child: Callable[[Key | None, Sequence[int]], Key], room: int) -> None:
+        self.unpinned: list[int] = []  # pages whose pin has served
+        self.used = self.sent = self.dropped = self.restarts = 0
+        self._child, self._room = child, room
+        self._chains: dict[int, Chain] = {}
+        self._behind: dict[int, Chain] = {}  # chains with blocks that found no room
+        self._todo: deque[Block] = deque()  # pinned, to be copied
+        self._ready: deque[Block] = deque()  # copied, to be sent
+
+    @property
+    def waiting(self) -> int:
+        """Blocks that are queued or will be when there is room."""
+        return self.used + sum(len(chain.blocks) - chain.queued for chain in self._behind.values())
+
+    @property
+    def ready(self) -> bool:
+        """Whether a block can be sent."""
+        return bool(self._ready)
+
+    @property
+    def copyable(self) -> bool:
+        """Whether `take` would give a block."""
+        return bool(self._todo) or (bool(self._behind) and self.used < self._room)
+
+    def offer(self, request: int, index: int, token_ids: Sequence[int], page: int, trace: SpanContext | None) -> bool:
+        """Takes note of a request's next sealed block. True: it is queued, its page to stay pinned until `unpinned` has it."""
+        chain = self._chains.setdefault(request, Chain())
+        if index != len(chain.blocks):  # what comes before is unknown, and with it the key
+            self.dropped += 1
+            return False
+        before = chain.blocks[-1].key if chain.blocks else None
+        block = Block(chain, self._child(before, token_ids), page, trace)
+        chain.blocks.append(block)
+        if chain.queued < index or self.used >= self._room:
+            self._behind[request] = chain
+            return False
+        self._todo.append(self._queued(block, pinned=True))
+        return True
+
+    def forget(self, request: int) -> None:
+        """The request ended: what is queued goes on, the rest is dropped, and nothing is sent again."""
+        chain = self._chains.pop(request, None)
+        if chain is not None:
+            chain.live = False
+            self._behind.pop(request, None)
+            self.dropped += len(chain.blocks) - chain.queued
+
+    def take(self) -> Block:
+        """The next block to copy: one whose page is pinned, else one that had found no room."""
+        if self._todo:
+            return self._todo.popleft()
+        request, chain = next(iter(self._behind.items()))
+        block = self._queued(chain.blocks[chain.queued], pinned=False)
+        if chain.queued == len(chain.blocks):
+            del self._behind[request]
+        return block
+
+    def _queued(self, block: Block, pinned: bool) -> Block:
+        block.pinned = pinned
+        block.chain.queued += 1
+        self.used += 1
+        return block
+
+    def copied(self, block: Block, data: bytes) -> None:
+        """The bytes of a taken block; b"" when its page could not be read.
+
+        Without a pin the page is intact only if its request still lives: the engine forgets a request before it writes
+        anything else to the request's pages.
+        """
+        intact = block.pinned or block.chain.live
+        self._unpin(block)
+        if data and intact:
+            block.data = data
+            self._ready.append(block)
+        else:
+            self.finish([block], stored=0)
+
+    def _unpin(self, block: Block) -> None:
+        if block.pinned:
+            block.pinned = False
+            self.unpinned.append(block.page)
+
+    def batch(self) -> list[Block]:
+        """The blocks to send next, at least one. They end in `finish` or `put_back`."""
+        blocks = [self._ready.popleft()]
+        size = len(blocks[0].data)
+        while self._ready and size + len(self._ready[0].data) <= BATCH_BYTES:
+            blocks.append(self._ready.popleft())
+            size += len(blocks[-1].data)
+        return blocks
+
+    def put_back(self, blocks: Sequence[Block]) -> None:
+        """To be sent again."""
+        self._ready.extendleft(reversed(blocks))
+
+    def finish(self, blocks: Sequence[Block], stored: int) -> None:
+        """These blocks are done with; `stored` of them are held by the service now."""
+        self.used -= len(blocks)
+        self.sent += stored
+        self.dropped += len(blocks) - stored
+        for block in blocks:
+            block.data = b""
+
+    def restart(self) -> None:
+        """The service lost everything: all blocks of live requests go again, in order."""
+        self.restarts += 1
+        self._todo, self._ready = (deque(self._without_live(queue)) for queue in (self._todo, self._ready))
+        for chain in self._chains.values():
+            chain.queued = 0
+        self._behind = {request: chain for request, chain in self._chains.items() if chain.blocks}
+
+    def _without_live(self, queue: deque[Block]) -> list[Block]:
+        left = []
+        for block in queue:
+            if not block.chain.live:
+                left.append(block)
+                continue
+            self._unpin(block)
+            block.data = b""
+            self.used -= 1
+        return left
