@@ -140,7 +140,7 @@ class Trunk:
     def _attention(self, index: int, layer: Layer, h: torch.Tensor, step: _Step) -> torch.Tensor:
         """h [T, H] -> [T, H]; writes K and V of all rows first, so that a chunk sees itself."""
         spec = self.spec
-        q, k, v = linear(h, layer.qkv, layer.qkv_bias).split(
+        q, k, v = linear(h, layer.qkv, layer.qkv_bias).split_with_sizes(
             (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim), dim=-1
         )
         if spec.qk_norm == "full":
