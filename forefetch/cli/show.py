@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from statistics import fmean
 
 from rich.table import Table
 from rich.text import Text
+
+from forefetch.client import StepTimings
+from forefetch.v1 import router_pb2
 
 # Label, field of StepTimings, colour. "other" is what the parts leave of the total.
 PARTS = (
@@ -22,14 +25,21 @@ PARTS = (
 OTHER = ("other", "bright_black")
 
 
-def mean_parts(steps: Iterable[Any]) -> dict[str, float]:
-    """Mean milliseconds per step of each part, "other" last, from objects with StepTimings' fields. Empty without steps."""
+def mean_parts(steps: Iterable[StepTimings | router_pb2.StepTimings]) -> dict[str, float]:
+    """Mean milliseconds per step of each part, "other" last. Empty without steps."""
     timings = list(steps)
     if not timings:
         return {}
-    means = {label: sum(getattr(t, name) for t in timings) / len(timings) / 1e6 for label, name, _ in PARTS}
-    total = sum(t.total_ns for t in timings) / len(timings) / 1e6
+    means = {label: fmean(_ms(t, name) for t in timings) for label, name, _ in PARTS}
+    total = fmean(_ms(t, "total_ns") for t in timings)
     return {**means, OTHER[0]: max(0.0, total - sum(means.values()))}
+
+
+def _ms(timings: StepTimings | router_pb2.StepTimings, name: str) -> float:
+    """A duration by its proto name, from the message or from the client's form of it."""
+    if isinstance(timings, StepTimings):
+        return float(getattr(timings, name.removesuffix("ns") + "ms"))
+    return float(getattr(timings, name)) / 1e6
 
 
 def colours() -> dict[str, str]:

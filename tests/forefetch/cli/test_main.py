@@ -32,7 +32,7 @@ def test_every_command_has_a_description_and_an_example(command: str, capsys: py
     assert f"usage: forefetch {command}" in text
     assert len(text.splitlines()) > 4
     if command != "version":
-        assert f"forefetch {command}" in text.partition("usage:")[2].partition("\n")[2], "an example"
+        assert f"  forefetch {command}" in text.partition("\n")[2], "an example"
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+import dataclasses
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forefetch.cli import show
+from forefetch.client import StepTimings
 
 
-def timings(**fields: int) -> Any:
-    zero = {field: 0 for _, field, _ in show.PARTS}
-    return SimpleNamespace(**{**zero, "total_ns": sum(fields.values()), **fields})
+def timings(**fields: float) -> StepTimings:
+    zero = {field.name: 0 for field in dataclasses.fields(StepTimings)}
+    return StepTimings(**{**zero, "total_ms": sum(fields.values()), **fields})  # type: ignore[arg-type]
 
 
 def test_other_is_what_the_parts_leave() -> None:
-    steps = [timings(attention_ns=2_000_000, total_ns=5_000_000), timings(attention_ns=4_000_000, total_ns=7_000_000)]
-    parts = show.mean_parts(steps)
+    parts = show.mean_parts([timings(attention_ms=2.0, total_ms=5.0), timings(attention_ms=4.0, total_ms=7.0)])
     assert parts["attention"] == pytest.approx(3.0)
     assert parts["other"] == pytest.approx(3.0)
     assert list(parts) == [label for label, _, _ in show.PARTS] + ["other"]
@@ -27,7 +26,7 @@ def test_other_is_what_the_parts_leave() -> None:
 
 
 def test_parts_beyond_the_total_leave_nothing_and_not_less() -> None:
-    assert show.mean_parts([timings(link_ns=5, total_ns=3)])["other"] == 0.0
+    assert show.mean_parts([timings(link_ms=5.0, total_ms=3.0)])["other"] == 0.0
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=9, max_size=9), st.integers(1, 200))

@@ -1,0 +1,67 @@
+"""The command `forefetch`: a local cluster, generation, and where each token's milliseconds went."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from forefetch.cli import demo, generate, stats, trace, up
+from forefetch.errors import ConfigError, ForefetchError
+from forefetch.version import VERSION
+
+__all__ = ["COMMANDS", "demo", "generate", "main", "parser", "stats", "trace", "up"]
+
+COMMANDS: dict[str, ModuleType] = {"up": up, "generate": generate, "demo": demo, "trace": trace, "stats": stats}
+DESCRIPTION = """\
+Forefetch serves Mixture-of-Experts language models whose experts do not fit next to their attention layers:
+a router computes attention, expert workers the experts, and a KV service keeps what should outlive a router."""
+EPILOG = """\
+First steps:
+  forefetch demo                                   a cluster, two answers, and where the time went
+  forefetch up --model models/reference            a cluster that stays
+  forefetch generate "Once upon a time"            ask it (in another terminal)
+
+Exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. Each command's module adds its own part."""
+    main_parser = argparse.ArgumentParser(
+        prog="forefetch", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    main_parser.add_argument("--version", action="version", version=f"forefetch {VERSION}")
+    commands = main_parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
+    for module in COMMANDS.values():
+        module.add_parser(commands)
+    commands.add_parser("version", help="print the version", description="Prints the version and exits.")
+    return main_parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status. Errors end as one line on standard error."""
+    args = parser().parse_args(argv)
+    if args.command == "version":
+        print(f"forefetch {VERSION}")
+        return 0
+    try:
+        status = COMMANDS[args.command].run(args)
+        sys.stdout.flush()
+        return int(status or 0)
+    except ConfigError as error:
+        return _fail(str(error), 2)
+    except ForefetchError as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone; keep the interpreter from failing once more while it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"forefetch: error: {message}", file=sys.stderr)
+    return status
