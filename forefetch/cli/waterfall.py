@@ -1,0 +1,255 @@
+"""A request's waterfall: in a terminal, and as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from forefetch.cli.show import OTHER, PARTS, colours
+from forefetch.v1 import router_pb2
+
+Step = router_pb2.StepTrace
+Segment = tuple[str, float]  # label of show.PARTS, nanoseconds
+
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+_NUMBERS = ("attention", "link", "expert compute", "copy wait")
+
+
+def terminal(trace: router_pb2.GetTraceResponse, console: Console, *, most_steps: int = 60, most_layers: int = 12) -> None:
+    """Prints every step, the layers of the median and of the slowest token, and a summary.
+
+    Of more than `most_steps` steps the first and the slowest are shown, of more than `most_layers` layers the slowest.
+    """
+    width = console.width
+    console.print(_head(trace))
+    if not trace.steps:
+        console.print("No step of it is recorded.")
+        return
+    console.print(_legend())
+    console.print(_steps(trace, width, most_steps))
+    for title, step in _remarkable(trace.steps):
+        console.print(_layers(trace, title, step, width, most_layers))
+    console.print(_summary(trace, width))
+
+
+def html(trace: router_pb2.GetTraceResponse) -> str:
+    """The page. Everything from the trace is data in it, never markup."""
+    template = Path(__file__).with_name("waterfall.html").read_text(encoding="utf-8")
+    data = json.dumps(_data(trace), separators=(",", ":")).replace("<", "\\u003c")
+    return template.replace("__TRACE__", data)
+
+
+# ---- the page's data ----
+
+# The page's colours go by these names; the same order as show.PARTS.
+_KEYS = tuple(field.removesuffix("_ns") for _, field, _ in PARTS)
+
+
+def _data(trace: router_pb2.GetTraceResponse) -> dict[str, Any]:
+    return {
+        "request": trace.request_id,
+        "trace": trace.trace_id,
+        "arrival": trace.arrival_unix_ns,
+        "queued": trace.queued_ns,
+        "lost": trace.steps_lost,
+        "workers": list(trace.workers),
+        "parts": [[key, label] for key, (label, _, _) in zip(_KEYS, PARTS, strict=True)],
+        "steps": [_step_data(step) for step in trace.steps],
+    }
+
+
+def _step_data(step: Step) -> dict[str, Any]:
+    return {
+        "number": step.step,
+        "at": step.start_ns,
+        "token": step.token_index if step.HasField("token_index") else None,
+        "prefill": step.prefill_tokens,
+        "total": step.timings.total_ns,
+        "parts": [getattr(step.timings, field) for _, field, _ in PARTS],
+        "batch": step.timings.batch,
+        "tokens": step.timings.tokens,
+        "layers": [
+            [
+                *(layer.layer, layer.start_ns, layer.attention_ns, layer.gate_ns, layer.experts_ns, layer.combine_ns),
+                [
+                    [call.worker, call.rows, call.round_trip_ns, call.queue_ns, call.copy_wait_ns, call.compute_ns]
+                    for call in layer.calls
+                ],
+            ]
+            for layer in step.layers
+        ],
+    }
+
+
+# ---- the terminal ----
+
+
+def ms(ns: float) -> str:
+    """Milliseconds with three significant digits or three decimals."""
+    value = ns / 1e6
+    return (
+        f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+    )
+
+
+def bar(segments: Sequence[Segment], scale: float, cells: int, offset: float = 0.0) -> Text:
+    """Coloured segments from `offset` on, `scale` nanoseconds over `cells` cells. Cells go to the segment that fills most of
+    them; the last one is drawn to an eighth."""
+    text = Text()
+    at, used = offset / scale * cells, round(offset / scale * cells)
+    text.append(" " * used)
+    for label, ns in segments:
+        at += ns / scale * cells
+        text.append("█" * (round(at) - used), style=colours()[label])
+        used = max(used, round(at))
+    rest = at - used
+    if segments and rest > 0.06:
+        text.append(_BLOCKS[round(rest * 8)], style=colours()[segments[-1][0]])
+    return text
+
+
+def name(step: Step) -> str:
+    """What the step did for the request."""
+    token = f"token {step.token_index}" if step.HasField("token_index") else ""
+    prompt = f"prompt {step.prefill_tokens}" if step.prefill_tokens else ""
+    return " + ".join(filter(None, (prompt, token)))
+
+
+def parts(timings: router_pb2.StepTimings) -> list[Segment]:
+    """A step's disjoint parts, "other" last."""
+    known: list[Segment] = [(label, float(getattr(timings, field))) for label, field, _ in PARTS]
+    return [*known, (OTHER[0], max(0.0, timings.total_ns - sum(ns for _, ns in known)))]
+
+
+def _head(trace: router_pb2.GetTraceResponse) -> Text:
+    facts = [f"queued {ms(trace.queued_ns)} ms", f"{len(trace.steps)} steps"]
+    if trace.steps_lost:
+        facts.append(f"{trace.steps_lost} no longer recorded")
+    if trace.trace_id:
+        facts.append(f"trace {trace.trace_id}")
+    if trace.workers:
+        facts.append("workers " + ", ".join(trace.workers))
+    return Text.assemble((trace.request_id, "bold"), ("  " + " · ".join(facts), "dim"))
+
+
+def _legend() -> Text:
+    return Text("   ").join(Text.assemble(("█ ", colour), label) for label, colour in colours().items())
+
+
+def _steps(trace: router_pb2.GetTraceResponse, width: int, most: int) -> Table:
+    """A line for each step. Steps that computed prompt tokens have a scale of their own, so that tokens stay readable."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("step")
+    for heading in ("ms", *_NUMBERS):
+        table.add_column(heading.split()[0], justify="right")
+    table.add_column("")
+    names = max(len(name(step)) for step in trace.steps)
+    cells = max(width - names - 9 * (1 + len(_NUMBERS)) - 6, 16)
+    scales = {prompt: _slowest(trace.steps, prompt) for prompt in (True, False)}
+    before = -1
+    for index in _shown(trace.steps, most):
+        if skipped := index - before - 1:
+            table.add_row(Text(f"… {skipped} faster", "dim"))
+        before, step = index, trace.steps[index]
+        spent = dict(parts(step.timings))
+        numbers = [Text(ms(spent[label]), colours()[label]) if spent[label] else Text("") for label in _NUMBERS]
+        scale = scales[bool(step.prefill_tokens)]
+        table.add_row(name(step), ms(step.timings.total_ns), *numbers, bar(parts(step.timings), scale, cells))
+    if skipped := len(trace.steps) - before - 1:
+        table.add_row(Text(f"… {skipped} faster", "dim"))
+    return table
+
+
+def _slowest(steps: Sequence[Step], prompt: bool) -> int:
+    return max((step.timings.total_ns for step in steps if bool(step.prefill_tokens) == prompt), default=1) or 1
+
+
+def _shown(steps: Sequence[Step], most: int) -> list[int]:
+    """Indices of the steps to show: the first half of `most`, and the slowest of the others."""
+    first = min(most // 2, len(steps))
+    others = sorted(range(first, len(steps)), key=lambda index: steps[index].timings.total_ns, reverse=True)
+    return [*range(first), *sorted(others[: most - first])]
+
+
+def _remarkable(steps: Sequence[Step]) -> Iterator[tuple[str, Step]]:
+    """The median and the slowest of the steps that computed only tokens, or else of all."""
+    tokens = [step for step in steps if not step.prefill_tokens] or list(steps)
+    ranked = sorted(tokens, key=lambda step: step.timings.total_ns)
+    yield "Median", ranked[len(ranked) // 2]
+    if len(ranked) > 1:
+        yield "Slowest", ranked[-1]
+
+
+def _layers(trace: router_pb2.GetTraceResponse, title: str, step: Step, width: int, most: int) -> RenderableType:
+    """A row for each layer and for each worker's part in it, from the layer's start."""
+    heading = _section(f"{title}: {name(step)}, {ms(step.timings.total_ns)} ms")
+    if not step.layers:
+        return Group(heading, Text("recorded without layers", "dim"))
+    total = {layer.layer: sum(ns for _, ns in _layer_parts(layer)) for layer in step.layers}
+    chosen = sorted(total, key=lambda index: total[index], reverse=True)[:most]
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading_text, side in (("layer", "left"), ("at ms", "right"), ("ms", "right"), ("rows", "right"), ("", "left")):
+        table.add_column(heading_text, justify="right" if side == "right" else "left", no_wrap=True)
+    cells = max(width - 50, 16)
+    scale = max(total.values()) or 1
+    for layer in step.layers:
+        if layer.layer in chosen:
+            row = bar(_layer_parts(layer), scale, cells)
+            table.add_row(f"layer {layer.layer}", ms(layer.start_ns), ms(total[layer.layer]), "", row)
+            for call in layer.calls:
+                worker = trace.workers[call.worker] if call.worker < len(trace.workers) else f"worker {call.worker}"
+                drawn = bar(_call_parts(call, call.round_trip_ns), scale, cells, layer.attention_ns + layer.gate_ns)
+                table.add_row(Text(f"  {worker}", "dim"), "", ms(call.round_trip_ns), str(call.rows), drawn)
+    hidden = len(total) - len(chosen)
+    return Group(heading, table, Text(f"{hidden} faster layers are not shown", "dim") if hidden else Text(""))
+
+
+def _layer_parts(layer: router_pb2.LayerTrace) -> list[Segment]:
+    slowest = max(layer.calls, key=_busy, default=router_pb2.WorkerCall())
+    experts = _call_parts(slowest, layer.experts_ns)
+    return [("attention", layer.attention_ns), ("gate", layer.gate_ns), *experts, ("combine", layer.combine_ns)]
+
+
+def _call_parts(call: router_pb2.WorkerCall, waited_ns: int) -> list[Segment]:
+    """What the worker reports in the middle of what the router waited; the rest is the way there and back."""
+    way = max(waited_ns - _busy(call), 0) / 2
+    reported = [("queue", call.queue_ns), ("copy wait", call.copy_wait_ns), ("expert compute", call.compute_ns)]
+    return [("link", way), *reported, ("link", way)]
+
+
+def _busy(call: router_pb2.WorkerCall) -> int:
+    return call.queue_ns + call.copy_wait_ns + call.compute_ns
+
+
+def _summary(trace: router_pb2.GetTraceResponse, width: int) -> RenderableType:
+    """Share of time, mean, p50 and p99 of each part over the steps that computed only tokens (or all, if none did)."""
+    steps = [step for step in trace.steps if not step.prefill_tokens] or list(trace.steps)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("part", "share", "mean ms", "p50 ms", "p99 ms", ""):
+        table.add_column(heading, justify="left" if heading in ("part", "") else "right")
+    whole = sum(step.timings.total_ns for step in steps) or 1
+    spent = [dict(parts(step.timings)) for step in steps]
+    for label, colour in colours().items():
+        values = [step[label] for step in spent]
+        drawn = bar([(label, sum(values))], whole, max(width - 60, 16))
+        table.add_row(Text.assemble(("█ ", colour), label), *_statistics(values, whole), drawn)
+    table.add_row("whole step", *_statistics([float(step.timings.total_ns) for step in steps], whole), style="bold")
+    over = "tokens" if not steps[0].prefill_tokens else "steps"
+    return Group(_section(f"Where the time went, over {len(steps)} {over}"), table)
+
+
+def _section(title: str) -> RenderableType:
+    return Group("", Rule(title, align="left", style="dim"))
+
+
+def _statistics(values: Sequence[float], whole: float) -> list[str]:
+    ranked = sorted(values)
+    quantiles = [ranked[min(int(q * len(ranked)), len(ranked) - 1)] for q in (0.5, 0.99)]
+    return [f"{100 * sum(values) / whole:.1f} %", ms(sum(values) / len(values)), *map(ms, quantiles)]
