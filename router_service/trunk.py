@@ -147,7 +147,7 @@ class Trunk:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         if spec.clip_qkv is not None:
             q, k, v = (t.clamp(-spec.clip_qkv, spec.clip_qkv) for t in (q, k, v))
-        q, k, v = (t.unflatten(-1, (-1, spec.head_dim)) for t in (q, k, v))  # [T, heads, D]
+        q, k, v = (t.view(len(t), -1, spec.head_dim) for t in (q, k, v))  # [T, heads, D]
         if spec.qk_norm == "head":
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)

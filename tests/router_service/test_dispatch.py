@@ -1,0 +1,155 @@
+"""Dispatch over links made of plain objects: who gets which rows, what is added, and what a lost worker leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from reference_model import CASES, build
+
+from forefetch.errors import LinkDown, Mismatch, Unavailable
+from forefetch.spec import ModelSpec
+from forefetch.telemetry.ring import StepRing
+from forefetch.wire import LayerCall, LayerReply
+from router_service.batch import StepBatch
+from router_service.dispatch import Dispatch
+from router_service.workers import Workers
+
+LAYER = 1
+
+
+@dataclass
+class Info:
+    layers: dict[int, tuple[int, ...]]
+    shard: int = 0
+    shards: int = 1
+
+
+@dataclass
+class FakeLink:
+    """Answers each row with the sum of weight * (expert + 1); dies where told."""
+
+    info: Info
+    kind: str = "fake"
+    die_on: str = ""
+    calls: list[LayerCall] = field(default_factory=list)
+    closed: bool = False
+    open_calls: int = 0
+
+    def submit(self, call: LayerCall) -> None:
+        if self.die_on == "submit":
+            raise LinkDown(-1, "gone")
+        assert self.open_calls == 0, "one call at a time"
+        self.open_calls += 1
+        self.calls.append(call)
+
+    def collect(self, timeout_s: float) -> LayerReply:
+        if self.die_on == "collect":
+            raise LinkDown(-1, "gone")
+        self.open_calls -= 1
+        call = self.calls[-1]
+        rows = torch.zeros_like(call.x)
+        value = call.pair_weight * (call.pair_expert + 1)
+        rows.index_add_(0, call.pair_row.long(), value[:, None].expand(-1, rows.shape[1]).contiguous())
+        return LayerReply(rows=rows, queue_ns=1, copy_wait_ns=2, compute_ns=3, round_trip_ns=6)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return ModelSpec.load(build(CASES["qwen3"], tmp_path_factory.mktemp("dispatch")))
+
+
+def shards(spec: ModelSpec, count: int) -> list[FakeLink]:
+    return [
+        FakeLink(Info({layer: tuple(range(i, spec.num_experts, count)) for layer in spec.moe_layers})) for i in range(count)
+    ]
+
+
+def table(spec: ModelSpec, links: list[FakeLink]) -> Workers:
+    by_address = {f"w{i}:1": link for i, link in enumerate(links)}
+    workers = Workers(spec, list(by_address), by_address.__getitem__)  # type: ignore[arg-type]
+    workers.wait_complete(5.0)
+    return workers
+
+
+def batch(tokens: int) -> StepBatch:
+    empty = torch.empty(0, dtype=torch.int64)
+    return StepBatch(7, tokens, tokens, empty, empty, empty, empty, [], (), empty)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_every_pair_is_computed_once_and_padding_never_leaves(spec: ModelSpec, count: int, tokens: int) -> None:
+    links = shards(spec, count)
+    dispatch = Dispatch(table(spec, links), timeout_s=1.0)
+    torch.manual_seed(tokens)
+    ids = torch.stack([torch.randperm(spec.num_experts)[:3] for _ in range(tokens + 2)])
+    weights = torch.rand(tokens + 2, 3)
+    out, stamps = torch.zeros(tokens + 2, spec.hidden_size), StepRing(2, spec.layers, count).begin(7, 0)
+    dispatch.send(batch(tokens), LAYER, torch.randn(tokens + 2, spec.hidden_size), ids, weights)
+    dispatch.add(out, LAYER, stamps)
+    expected = (weights * (ids + 1)).sum(-1)[:tokens]
+    torch.testing.assert_close(out[:tokens, 0], expected)
+    assert not out[tokens:].any()
+    for link in links:
+        for call in link.calls:
+            assert len(call.x) == len(call.pair_row.unique()), "only rows with an expert here are sent"
+            assert set(call.pair_expert.tolist()) <= set(link.info.layers[LAYER])
+
+
+def test_a_worker_without_rows_is_not_called(spec: ModelSpec) -> None:
+    links = shards(spec, 2)
+    dispatch = Dispatch(table(spec, links), timeout_s=1.0)
+    x, ids = torch.randn(1, spec.hidden_size), torch.tensor([[0, 2]])
+    dispatch.send(batch(1), LAYER, x, ids, torch.ones(1, 2))
+    dispatch.add(torch.zeros_like(x), LAYER, StepRing(2, spec.layers, 2).begin(7, 0))
+    assert (len(links[0].calls), len(links[1].calls)) == (1, 0)
+
+
+@pytest.mark.parametrize("where", ["submit", "collect"])
+def test_a_lost_worker_leaves_the_other_links_clean(spec: ModelSpec, where: str) -> None:
+    links = shards(spec, 3)
+    workers = table(spec, links)
+    dispatch = Dispatch(workers, timeout_s=1.0)
+    links[1].die_on = where
+    x, ids = torch.randn(2, spec.hidden_size), torch.tensor([[0, 1, 2], [3, 4, 5]])
+    stamps = StepRing(2, spec.layers, 3).begin(7, 0)
+    with pytest.raises(LinkDown, match="w1:1: gone") as caught:  # noqa: PT012
+        dispatch.send(batch(2), LAYER, x, ids, torch.ones(2, 3))
+        dispatch.add(torch.zeros_like(x), LAYER, stamps)
+    assert caught.value.worker == 1
+    assert links[1].closed
+    assert not workers.complete
+    assert [link.open_calls for link in (links[0], links[2])] == [0, 0]
+    links[1].die_on, links[1].open_calls = "", 0
+    workers.wait_complete(5.0)  # the same address answers again: the step can be run again
+    out = torch.zeros_like(x)
+    dispatch.send(batch(2), LAYER, x, ids, torch.ones(2, 3))
+    dispatch.add(out, LAYER, stamps)
+    assert out[:, 0].tolist() == [6.0, 15.0]
+    assert workers.rows[1].reconnects == 1
+    workers.close()
+
+
+def test_waiting_for_workers_ends_with_the_reason(spec: ModelSpec) -> None:
+    def refuse(address: str) -> FakeLink:
+        raise Unavailable("connection refused")
+
+    workers = Workers(spec, ["w0:1"], refuse)  # type: ignore[arg-type]
+    with pytest.raises(Unavailable, match="w0:1: connection refused"):
+        workers.wait_complete(0.2)
+    workers.close()
+
+
+def test_a_worker_that_can_never_fit_is_told_at_once(spec: ModelSpec) -> None:
+    def mismatch(address: str) -> FakeLink:
+        raise Mismatch("it serves another model")
+
+    workers = Workers(spec, ["w0:1"], mismatch)  # type: ignore[arg-type]
+    with pytest.raises(Mismatch, match="another model"):
+        workers.wait_complete(30.0)
+    workers.close()
