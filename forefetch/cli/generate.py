@@ -99,16 +99,18 @@ def write(text: str) -> None:
 async def stream(
     client: Client, prompt: Prompt, on_text: Callable[[str], None] | None, *, timeout: float | None, options: Options
 ) -> Completion:
-    """Generates, handing text to `on_text` as it becomes final, and a newline at the end."""
+    """Generates, handing text to `on_text` as it becomes final, and a newline when it ends, in an error too."""
+    say = on_text or (lambda text: None)
     tokens: list[Token] = []
-    async for event in client.generate(prompt, timeout=timeout, **options):
-        if on_text:
-            on_text(event.text)
-        if isinstance(event, Finish):
-            if on_text:
-                on_text("\n")
-            return Completion(tuple(tokens), event)
-        tokens.append(event)
+    try:
+        async for event in client.generate(prompt, timeout=timeout, **options):
+            say(event.text)
+            if isinstance(event, Finish):
+                return Completion(tuple(tokens), event)
+            tokens.append(event)
+    finally:
+        if tokens:
+            say("\n")
     raise AssertionError("the stream ended in OK without a finish event")
 
 
