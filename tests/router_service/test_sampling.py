@@ -17,7 +17,7 @@ from transformers import (
 
 from router_service import sampling
 from router_service.admission import SamplingParams
-from router_service.sampling import PREFIX, Sampled, sample, uniform
+from router_service.sampling import WIDTHS, Sampled, sample, uniform
 
 GREEDY = SamplingParams()
 
@@ -41,7 +41,7 @@ def drawn(row: Tensor, params: SamplingParams, chances: Tensor) -> Tensor:
     knobs = torch.tensor([params.temperature, params.top_k, params.top_p, params.min_p], dtype=torch.float64)
     knobs = torch.cat([knobs.expand(len(chances), 4), chances[:, None].double()], dim=1)
     rows = row.expand(len(chances), -1)
-    ids, settled = sampling._draw(rows, knobs, PREFIX)
+    ids, settled = sampling._draw(rows, knobs, WIDTHS[0])
     wide, all_settled = sampling._draw(rows, knobs, row.numel())
     assert bool(all_settled.all())
     assert torch.equal(ids[settled], wide[settled])
@@ -150,11 +150,12 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
 
 
 def test_a_flat_row_is_settled_over_the_whole_vocabulary() -> None:
-    """4,000 equal tokens: the draw reads straight off the unit interval, far outside the ranked prefix."""
-    params = [SamplingParams(temperature=1.0, seed=seed) for seed in range(20)]
-    got = sample(torch.zeros(20, 4000), params, [3] * 20)
-    assert got.ids == [int(uniform(seed, 3) * 4000) for seed in range(20)]
-    assert max(got.ids) > PREFIX
+    """10,000 equal tokens: the draw reads straight off the unit interval, and every id is a tie until all are ranked."""
+    params = [SamplingParams(temperature=1.0, seed=seed, top_logprobs=2) for seed in range(20)]
+    got = sample(torch.zeros(20, 10_000), params, [3] * 20)
+    assert got.ids == [int(uniform(seed, 3) * 10_000) for seed in range(20)]
+    assert max(got.ids) > WIDTHS[-1]
+    assert [token for token, _ in got.tops[7]] == [0, 1]
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
