@@ -232,7 +232,7 @@ class Handover:
             missing += run[self._client.look_up([block.key for block in run], self._call_s) :]
         if not missing:
             return len(blocks)
-        trace = next((block.trace for block in missing if block.trace), None)
+        trace = next((block.trace for block in missing if block.trace and block.trace.sampled), None)
         with self._exporter.client_span(names.KV_PUT, trace) if self._exporter and trace else nullcontext(trace) as span:
             pairs = ((block.key, block.data) for block in missing)
             _, refused = self._client.put(pairs, self._transfer_s, to_metadata(span))
