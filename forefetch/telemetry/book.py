@@ -137,7 +137,8 @@ class RequestBook:
         cached_tokens: int = 0,
         replayed_steps: int = 0,
     ) -> RequestRecord | None:
-        """Closes a request. `status` is the gRPC status's name, "OK" or not. None when it is not running."""
+        """Closes a request. `status` is the gRPC status's name, "OK" or not; `finish_reason` a FinishReason's, without prefix.
+        None when it is not running."""
         with self._lock:
             record = self._running.pop(request_id, None)
             if record is None:

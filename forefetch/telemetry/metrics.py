@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from forefetch.telemetry import names
 from forefetch.telemetry.ring import StepRing, Timings
+from forefetch.telemetry.spans import Exporter
 from forefetch.v1 import expert_pb2, kv_pb2, router_pb2
 
 Message = TypeVar("Message")
@@ -194,6 +195,13 @@ class KvMetrics:
         registry.register(_Reader(stats, _KV))
 
 
+class SpanMetrics:
+    """What became of the spans of a process."""
+
+    def __init__(self, registry: CollectorRegistry, exporter: Exporter) -> None:
+        registry.register(_Reader(lambda: exporter, _SPANS))
+
+
 def _of_workers(field: str) -> Callable[[router_pb2.GetStatsResponse], list[Value]]:
     return lambda stats: [((worker.address,), float(getattr(worker, field))) for worker in stats.workers]
 
@@ -241,6 +249,10 @@ _EXPERT: tuple[Row[Any], ...] = (
     (names.EXPERT_COMPUTE, lambda stats: stats.compute_ns * 1e-9),
     (names.EXPERT_ROUTERS, lambda stats: stats.routers),
     (names.EXPERT_LOAD, _load),
+)
+_SPANS: tuple[Row[Any], ...] = (
+    (names.SPANS_SENT, lambda exporter: exporter.sent),
+    (names.SPANS_DROPPED, lambda exporter: exporter.dropped),
 )
 _KV: tuple[Row[Any], ...] = (
     (names.KV_BLOCKS, lambda stats: stats.blocks),

@@ -15,10 +15,8 @@ TEXT_COMPLETION = "text_completion"
 SERVICE_ROUTER = "forefetch-router"
 SERVICE_EXPERT = "forefetch-expert"
 SERVICE_KV = "forefetch-kv"
-SERVICE_CLIENT = "forefetch-client"
 
 # Spans.
-CLIENT_GENERATE = "forefetch.client.generate"  # client: from the call to the end of the stream
 GENERATE = "forefetch.generate"  # router: a request, from arrival to its last event
 QUEUE = "forefetch.queue"  # router: its wait for admission
 PREFILL = "forefetch.prefill"  # router: one step that computed prompt tokens of it

@@ -6,10 +6,11 @@ with ids that already travelled in frames and a resource for each worker, and co
 
 from __future__ import annotations
 
+import http.client
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -60,24 +61,26 @@ class SendError(Exception):
         self.again = again
 
 
-def encode(spans: Iterable[Span]) -> ExportTraceServiceRequest:
-    """One export request, spans grouped by resource."""
-    request = ExportTraceServiceRequest()
-    groups: dict[Resource, trace_pb2.ScopeSpans] = {}
-    for span in spans:
-        group = groups.get(span.resource)
+class Batch:
+    """An export request that grows by spans, grouped by resource. `size` is their number."""
+
+    def __init__(self) -> None:
+        self.request, self.size = ExportTraceServiceRequest(), 0
+        self._groups: dict[Resource, trace_pb2.ScopeSpans] = {}
+
+    def add(self, span: Span) -> None:
+        """One more span, encoded now."""
+        group = self._groups.get(span.resource)
         if group is None:
-            attributes: dict[str, Value] = {
-                names.SERVICE_NAME: span.resource.service,
-                names.SERVICE_INSTANCE: span.resource.instance,
-                names.SERVICE_VERSION: VERSION,
-            }
-            resource = request.resource_spans.add()
-            _set(resource.resource.attributes, attributes)
-            group = resource.scope_spans.add(scope=InstrumentationScope(name="forefetch", version=VERSION))
-            groups[span.resource] = group
+            group = self._groups[span.resource] = self._group(span.resource)
         _add(group, span)
-    return request
+        self.size += 1
+
+    def _group(self, resource: Resource) -> trace_pb2.ScopeSpans:
+        spans = self.request.resource_spans.add()
+        identity = {names.SERVICE_NAME: resource.service, names.SERVICE_INSTANCE: resource.instance}
+        _set(spans.resource.attributes, {**identity, names.SERVICE_VERSION: VERSION})
+        return spans.scope_spans.add(scope=InstrumentationScope(name="forefetch", version=VERSION))
 
 
 def _add(group: trace_pb2.ScopeSpans, span: Span) -> None:
@@ -179,7 +182,7 @@ class HttpSender(Sender):
         except urllib.error.HTTPError as error:
             error.close()
             raise SendError(f"HTTP {error.code}", error.code in self._AGAIN) from None
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise SendError(type(error).__name__, again=True) from None
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ class StepRing:
         _pack_word(self._bytes, base, self._version)
         self._slots[slot, 1:].fill(0)
         _pack_header(self._bytes, base, self._version, step, start_ns, 0, 0, 0, 0, 0)
-        return StepStamps(self, slot, base, self._version, start_ns)
+        return StepStamps(self, step, base, self._version, start_ns)
 
     def read(self, step: int) -> StepRecord | None:
         """The finished step, or None when it is not there: never begun, still open, overwritten, or overwritten meanwhile."""
@@ -111,12 +111,13 @@ class StepRing:
 
 
 class StepStamps:
-    """The open slot of one step. Only the thread that called `begin` writes to it, and only until the next `begin`."""
+    """The open slot of one step. Only the thread that called `begin` writes to it, and only until the next `begin`. Layer and
+    worker must be within the ring's numbers; nothing checks it."""
 
-    __slots__ = ("_base", "_bytes", "_calls", "_head_ns", "_layers", "_ring", "_slot", "_start_ns", "_version", "_workers")
+    __slots__ = ("_base", "_bytes", "_calls", "_head_ns", "_layers", "_ring", "_start_ns", "_step", "_version", "_workers")
 
-    def __init__(self, ring: StepRing, slot: int, base: int, version: int, start_ns: int) -> None:
-        self._ring, self._slot, self._base, self._version, self._start_ns = ring, slot, base, version, start_ns
+    def __init__(self, ring: StepRing, step: int, base: int, version: int, start_ns: int) -> None:
+        self._ring, self._step, self._base, self._version, self._start_ns = ring, step, base, version, start_ns
         self._bytes, self._workers, self._head_ns = ring._bytes, ring.workers, 0
         self._layers = base + _HEADER * _WORD
         self._calls = base + ring._calls_at * _WORD
@@ -140,10 +141,10 @@ class StepStamps:
 
     def finish(self, end_ns: int, sampling_ns: int, batch: int, tokens: int) -> Timings:
         """Closes the step and adds it up. `end_ns`: monotonic clock; `batch` requests, `tokens` computed."""
-        ring, header = self._ring, self._slot
-        fields = (ring._slots[header, 1], self._start_ns, end_ns, self._head_ns, sampling_ns, batch, tokens)
-        _pack_header(self._bytes, self._base, self._version, *fields)
-        record = ring._record(ring._slots[self._slot])
+        fields = (self._version, self._step, self._start_ns, end_ns, self._head_ns, sampling_ns, batch, tokens)
+        _pack_header(self._bytes, self._base, *fields)
+        ring = self._ring
+        record = ring._record(ring._slots[self._step % ring.capacity])
         ring._count(record)
         ring._version = self._version + 1
         _pack_word(self._bytes, self._base, ring._version)

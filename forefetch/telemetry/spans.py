@@ -13,10 +13,10 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from forefetch.errors import ForefetchError
 from forefetch.settings import ServiceConfig
@@ -24,8 +24,9 @@ from forefetch.telemetry.book import RequestBook, RequestRecord
 from forefetch.telemetry.context import SpanContext, from_metadata, new_root
 
 if TYPE_CHECKING:
-    from forefetch.telemetry.otlp import Kind, Sender, Span
+    from forefetch.telemetry.otlp import Batch, Kind, Sender, Span
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 # What the queue holds: spans, or something that draws them (a request waiting to be drawn counts once).
@@ -34,6 +35,8 @@ _Item = Callable[[], Iterable["Span"]]
 _QUEUE = 2_048
 _BATCH = 512
 _FLUSH_S = 0.5
+# Spans (some 50 us each) between two pauses; so the thread takes a third of the interpreter at most.
+_PACE, _PAUSE_S = 8, 0.001
 _SEND_S = 5.0
 _BACKOFF_S = (0.25, 10.0)
 _SLOW_FACTOR, _SLOW_WINDOW, _SLOW_LEAST = 3, 256, 20
@@ -66,7 +69,7 @@ class Exporter:
         from forefetch.telemetry.waterfall import Waterfall
 
         self._resource = otlp.Resource(service, instance or f"{socket.gethostname()}:{os.getpid()}")
-        self._waterfall = Waterfall(book, model, self._resource) if book else None
+        self._waterfall = Waterfall(book, model, self._resource, self._paced) if book else None
         self._sender: Sender = otlp.sender(config.otlp_endpoint)
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()
@@ -152,26 +155,34 @@ class Exporter:
             self._deliver(batch)
         self._sender.close()
 
-    def _batches(self) -> Iterator[list[Span]]:
+    def _batches(self) -> Iterator[Batch]:
         """Spans in batches of _BATCH, or what there is after _FLUSH_S; ends when closing and empty."""
-        batch: list[Span] = []
-        due = 0.0
+        from forefetch.telemetry.otlp import Batch
+
+        batch, due = Batch(), 0.0
         while not (self._closing.is_set() and self._queue.empty()):
             try:
-                item = self._queue.get(timeout=max(due - time.monotonic(), 0.0) if batch else None)
+                item = self._queue.get(timeout=max(due - time.monotonic(), 0.0) if batch.size else None)
             except Empty:
                 item = None
-            for span in self._draw(item) if item else ():
-                due = due if batch else time.monotonic() + _FLUSH_S
-                batch.append(span)
-                if len(batch) >= _BATCH:
+            for span in self._paced(self._draw(item)) if item else ():
+                due = due if batch.size else time.monotonic() + _FLUSH_S
+                batch.add(span)
+                if batch.size >= _BATCH:
                     yield batch
-                    batch = []
-            if batch and (item is None or time.monotonic() >= due):
+                    batch = Batch()
+            if batch.size and (item is None or time.monotonic() >= due):
                 yield batch
-                batch = []
-        if batch:
+                batch = Batch()
+        if batch.size:
             yield batch
+
+    def _paced(self, items: Iterable[T]) -> Iterator[T]:
+        """Lets go of the interpreter after a little work, so that the engine's thread never waits long for it."""
+        for index, item in enumerate(items):
+            yield item
+            if index % _PACE == _PACE - 1 and not self._closing.is_set():
+                time.sleep(_PAUSE_S)
 
     def _draw(self, item: _Item) -> Iterator[Span]:
         try:
@@ -180,22 +191,22 @@ class Exporter:
             self.dropped += 1
             logger.exception("spans could not be built")
 
-    def _deliver(self, batch: Sequence[Span]) -> None:
+    def _deliver(self, batch: Batch) -> None:
         """Sends until taken, refused for good, or closing."""
-        from forefetch.telemetry import otlp
+        from forefetch.telemetry.otlp import SendError
 
-        request, wait = otlp.encode(batch), _BACKOFF_S[0]
+        wait = _BACKOFF_S[0]
         while True:
             try:
-                self._sender.send(request, _SEND_S)
-            except otlp.SendError as error:
+                self._sender.send(batch.request, _SEND_S)
+            except SendError as error:
                 self._say_down(str(error))
                 if not error.again or self._closing.wait(wait):
-                    self.dropped += len(batch)
+                    self.dropped += batch.size
                     return
                 wait = min(2 * wait, _BACKOFF_S[1])
             else:
-                self.sent += len(batch)
+                self.sent += batch.size
                 if self._down:
                     logger.info("the span collector at %s takes spans again", self._endpoint)
                 self._down = False

@@ -15,7 +15,7 @@ Workers report durations, never times, so clocks that differ do no harm: their s
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import median
 
 from forefetch.telemetry import names
@@ -28,20 +28,25 @@ from forefetch.telemetry.ring import StepRecord
 _OUTLIERS = 8
 _DETAILED = 64
 _OUTLIER_FACTOR = 3
+# FinishReason -> what the GenAI conventions' users expect.
+_REASONS = {"STOP_TOKEN": "stop", "STOP_STRING": "stop", "LENGTH": "length", "CONTEXT": "length"}
 
 
 class Waterfall:
     """Draws requests of one router. Used by one thread."""
 
-    def __init__(self, book: RequestBook, model: str, resource: Resource) -> None:
-        self._book, self._model, self._resource = book, model, resource
+    def __init__(
+        self, book: RequestBook, model: str, resource: Resource, paced: Callable[[Iterator[Work]], Iterator[Work]] = iter
+    ) -> None:
+        """`paced` slows down the reading of steps."""
+        self._book, self._model, self._resource, self._paced = book, model, resource, paced
         self._workers = [Resource(names.SERVICE_EXPERT, address) for address in book.workers]
         self._shared: OrderedDict[int, SpanContext] = OrderedDict()
 
     def draw(self, record: RequestRecord) -> Iterator[Span]:
         """The request's span, then its children."""
         epoch = record.arrival_unix_ns - record.arrival_ns
-        works = list(self._book.works(record))
+        works = list(self._paced(self._book.works(record)))
         yield self._request(record, epoch, len(works))
         if record.queued_ns:
             left = record.arrival_ns + record.queued_ns
@@ -63,7 +68,7 @@ class Waterfall:
             names.STEPS_LOST: max(record.steps - steps, 0),
         }
         if record.finish_reason:
-            attributes[names.FINISH_REASONS] = [record.finish_reason]
+            attributes[names.FINISH_REASONS] = [_REASONS.get(record.finish_reason, record.finish_reason.lower())]
         return Span(
             context=record.context,
             parent=record.parent,

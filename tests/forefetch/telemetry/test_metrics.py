@@ -8,8 +8,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from forefetch.settings import ServiceConfig
 from forefetch.telemetry import metrics, names
 from forefetch.telemetry.ring import StepRing, Timings
+from forefetch.telemetry.spans import Exporter
 from forefetch.v1 import expert_pb2, kv_pb2, router_pb2
 
 
@@ -103,6 +105,13 @@ def test_kv_service() -> None:
     metrics.KvMetrics(registry, lambda: kv_pb2.KvServiceGetStatsResponse(blocks=2, conflicts=1))
     seen = scrape(registry)
     assert (seen["forefetch_kv_blocks", labels()], seen["forefetch_kv_conflicts_total", labels()]) == (2, 1)
+
+
+def test_spans() -> None:
+    registry, exporter = CollectorRegistry(), Exporter(ServiceConfig(), names.SERVICE_KV)
+    metrics.SpanMetrics(registry, exporter)
+    exporter.dropped = 3
+    assert scrape(registry)["forefetch_spans_dropped_total", labels()] == 3
 
 
 def test_every_row_reads_a_real_field_and_every_counter_is_named_so() -> None:

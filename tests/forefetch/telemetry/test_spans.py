@@ -64,7 +64,7 @@ class Router:
 
     def finish(self, name: str, status: str = "OK") -> RequestRecord:
         self.now += MS
-        record = self.book.finished(name, self.now, status, finish_reason="length", prompt_tokens=3, completion_tokens=4)
+        record = self.book.finished(name, self.now, status, finish_reason="LENGTH", prompt_tokens=3, completion_tokens=4)
         assert record is not None
         self.exporter.request_finished(record)
         return record
@@ -85,9 +85,9 @@ def by_name(seen: list[Received], trace: str = "") -> dict[str, list[Received]]:
 def call_and_generate(endpoint: str) -> str:
     """One call through a client's, a router's and a KV service's exporter; returns the trace id."""
     router = Router(endpoint)
-    client = Exporter(ServiceConfig(otlp_endpoint=endpoint, trace_ratio=1.0), names.SERVICE_CLIENT, instance="cli:1")
+    client = Exporter(ServiceConfig(otlp_endpoint=endpoint, trace_ratio=1.0), "app", instance="cli:1")
     kv = Exporter(ServiceConfig(otlp_endpoint=endpoint), names.SERVICE_KV, instance="kv:1")
-    with client.client_span(names.CLIENT_GENERATE) as sent:
+    with client.client_span("ask") as sent:
         assert sent is not None
         own = router.arrive("r", context.from_metadata(context.to_metadata(sent)))
         router.work("r", prefill=3, total_ms=40)
@@ -109,9 +109,9 @@ def test_edges_from_client_to_router_to_each_worker_and_to_the_kv_service(receiv
         span for span in receiver.wait(lambda all_: len(by_name(all_, trace).get(names.KV_PUT, ())) == 2) if span.trace == trace
     ]
     spans_by_name = by_name(seen)
-    (client,) = spans_by_name[names.CLIENT_GENERATE]
+    (client,) = spans_by_name["ask"]
     (request,) = spans_by_name[names.GENERATE]
-    assert (client.service, client.instance, client.kind, client.parent) == ("forefetch-client", "cli:1", 3, "")
+    assert (client.service, client.instance, client.kind, client.parent) == ("app", "cli:1", 3, "")
     assert (request.service, request.instance, request.kind, request.parent) == ("forefetch-router", "router:1", 2, client.span)
     assert sorted(span.name for span in children(request, seen)) == sorted(
         [names.QUEUE, names.PREFILL, *[names.DECODE_STEP] * 3, names.KV_PUT]
@@ -144,7 +144,7 @@ def test_children_lie_within_their_parents(receiver: Receiver) -> None:
     for span in nested.values():
         assert span.start_ns <= span.end_ns
         parent = nested.get(span.parent)
-        if parent and parent.name != names.CLIENT_GENERATE:  # the router's clock in this test runs ahead
+        if parent and parent.name != "ask":  # the router's clock in this test runs ahead
             parents += 1
             assert parent.start_ns <= span.start_ns, (parent, span)
             assert span.end_ns <= parent.end_ns, (parent, span)
@@ -255,7 +255,7 @@ def test_over_http_to_a_receiver_that_is_not_ours() -> None:
             span for span in tap.wait(lambda all_: len(by_name(all_, trace).get(names.KV_PUT, ())) == 2) if span.trace == trace
         ]
     found = by_name(seen)
-    (client,), (request,) = found[names.CLIENT_GENERATE], found[names.GENERATE]
+    (client,), (request,) = found["ask"], found[names.GENERATE]
     assert request.parent == client.span
     for call in found[names.EXPERT_CALL]:
         assert [span.name for span in children(call, seen)] == [names.EXPERT_FORWARD]
