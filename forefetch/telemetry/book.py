@@ -17,8 +17,8 @@ from forefetch.telemetry.context import SpanContext, new_root
 from forefetch.telemetry.ring import StepRecord, StepRing, Timings
 from forefetch.v1 import router_pb2
 
-# Layers and calls of one answer, so that building it stays under about 0.1 s and 2 MB.
-_DETAIL_RECORDS = 60_000
+# Layers and calls of one answer, so that building it takes some 0.1 s and 1 MB at most.
+_DETAIL_RECORDS = 30_000
 
 
 @dataclass(slots=True, eq=False)
