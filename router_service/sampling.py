@@ -74,11 +74,12 @@ def _attempt(logits: Tensor, params: Sequence[SamplingParams], positions: Sequen
     most = min(max((params[row].top_logprobs or 0 for row in asking), default=0), logits.shape[1])
     settled = torch.ones_like(ids, dtype=torch.bool)
     if drawing:
-        rows = torch.tensor(drawing, device=logits.device)
-        ids[rows], settled[rows] = _draw(logits[rows].float(), _knobs(drawing, params, positions), width)
+        rows, knobs = _on(torch.tensor(drawing), logits), _on(_knobs(drawing, params, positions), logits)
+        top_k_only = all(params[row].top_k for row in drawing)
+        ids[rows], settled[rows] = _draw(logits[rows].float(), knobs, width, needs_whole=not top_k_only)
     tables: list[Tensor] = []
     if asking:
-        rows = torch.tensor(asking, device=logits.device)
+        rows = _on(torch.tensor(asking), logits)
         table, known = _logprobs(logits[rows].float(), ids[rows], most, width)
         settled[rows] &= known
         tables.append(table.flatten())
@@ -90,6 +91,11 @@ def _knobs(rows: list[int], params: Sequence[SamplingParams], positions: Sequenc
     """What `_draw` needs of each row, on the host."""
     chosen = [(params[row], uniform(params[row].seed, positions[row])) for row in rows]
     return torch.tensor([(p.temperature, p.top_k, p.top_p, p.min_p, chance) for p, chance in chosen], dtype=torch.float64)
+
+
+def _on(values: Tensor, like: Tensor) -> Tensor:
+    """`values` from the host on the device of `like`, without waiting for it."""
+    return (values.pin_memory() if like.is_cuda else values).to(like.device, non_blocking=True)
 
 
 def _unpack(flat: list[float], params: Sequence[SamplingParams], asking: list[int], most: int) -> Sampled:
@@ -119,22 +125,21 @@ def _ranked(scores: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     return values, ids.gather(1, order), (values > values[:, -1:]).sum(-1, keepdim=True)
 
 
-def _draw(scores: Tensor, knobs: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _draw(scores: Tensor, knobs: Tensor, width: int, *, needs_whole: bool) -> tuple[Tensor, Tensor]:
     """scores [N, V] float32, knobs [N, 5] (temperature, top_k, top_p, min_p, uniform) -> ids [N], settled [N].
 
     In ranked order each filter keeps a prefix, so the kept set is a count:
     top_k keeps values >= the k-th (ties stay), top_p keeps while the mass before a token is under top_p, min_p keeps
-    weights >= min_p. Weights are relative to the best token, in float64, so that no temperature overflows.
+    weights >= min_p. Weights are relative to the best token, in float64, so that no temperature overflows. `needs_whole`: some
+    row has no top_k, so the mass of the whole vocabulary is needed.
     """
-    filtered = bool((knobs[:, 1] > 0).all())
-    temperature, top_k, top_p, min_p, chance = knobs.to(scores.device).unsqueeze(-1).unbind(1)  # [N, 1] each
+    temperature, top_k, top_p, min_p, chance = knobs.unsqueeze(-1).unbind(1)  # [N, 1] each
     values, ids, certain = _ranked(scores, width)
     width, everything = values.shape[1], values.shape[1] == scores.shape[1]
     best = values[:, :1].double()
     weights = ((values.double() - best) / temperature).exp()  # [N, W]
     mass = weights.cumsum(-1)
-    # The mass of all tokens; rows with a top_k do not need it.
-    whole = mass[:, -1:] if filtered else ((scores.double() - best) / temperature).exp_().sum(-1, keepdim=True)
+    whole = ((scores.double() - best) / temperature).exp_().sum(-1, keepdim=True) if needs_whole else mass[:, -1:]
 
     worst = values.gather(1, top_k.long().clamp(1, width) - 1)
     in_k = (values >= worst).sum(-1, keepdim=True).where(top_k > 0, width)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import warnings
 
 import pytest
 import torch
@@ -41,8 +42,8 @@ def drawn(row: Tensor, params: SamplingParams, chances: Tensor) -> Tensor:
     knobs = torch.tensor([params.temperature, params.top_k, params.top_p, params.min_p], dtype=torch.float64)
     knobs = torch.cat([knobs.expand(len(chances), 4), chances[:, None].double()], dim=1)
     rows = row.expand(len(chances), -1)
-    ids, settled = sampling._draw(rows, knobs, WIDTHS[0])
-    wide, all_settled = sampling._draw(rows, knobs, row.numel())
+    ids, settled = sampling._draw(rows, knobs, WIDTHS[0], needs_whole=not params.top_k)
+    wide, all_settled = sampling._draw(rows, knobs, row.numel(), needs_whole=not params.top_k)
     assert bool(all_settled.all())
     assert torch.equal(ids[settled], wide[settled])
     return wide
@@ -210,3 +211,23 @@ def test_uniform_is_uniform_and_uncorrelated(along: str) -> None:
     for lag in (1, 2, 7):
         correlation = (centred[lag:] * centred[:-lag]).mean().item() * 12
         assert abs(correlation) < 5 / math.sqrt(count)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_draws_the_cpus_tokens_and_synchronises_once() -> None:
+    params = [p if p.top_k == 0 or p.temperature < 2 else GREEDY for p in mixed_params(random.Random(1), 48)]
+    logits = torch.randn(48, 1500, generator=torch.Generator().manual_seed(2)) * 8
+    expected, there = sample(logits, params, range(48)), logits.cuda()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            got = sampling._attempt(there, params, range(48), WIDTHS[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in caught if "synchroniz" in str(w.message)]) == 1, [str(w.message) for w in caught]
+    got = sample(there, params, range(48))
+    assert got.ids == expected.ids
+    assert [[token for token, _ in tops] for tops in got.tops] == [[token for token, _ in tops] for tops in expected.tops]

@@ -43,15 +43,14 @@ def plan_decode(page_table: Tensor, lengths: list[int], page: int, device: torch
     single = tuple(
         (row, _span(table[: -(-lengths[row] // page)], device), lengths[row]) for row, table in zip(alone, tables, strict=True)
     )
-    sizes = torch.tensor([lengths[row] for row in packed], dtype=torch.long).unsqueeze(1).to(device)  # [b, 1]
-    rows = torch.tensor(packed, dtype=torch.long, device=device)
+    sizes = _on(torch.tensor([lengths[row] for row in packed], dtype=torch.long), device).unsqueeze(1)  # [b, 1]
+    table = _on(page_table[packed].long(), device)
     position = torch.arange(max((lengths[row] for row in packed), default=0), device=device)  # [L]
     seen = position < sizes  # [b, L]
     position = position.where(seen, 0)
-    table = page_table.to(device)[rows].long()
     tokens = table.gather(1, position // page) * page + position % page
     mask = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)[:, None, None]
-    return DecodePlan(single, rows, tokens.flatten(), mask)
+    return DecodePlan(single, _on(torch.tensor(packed, dtype=torch.long), device), tokens.flatten(), mask)
 
 
 def decode_planned(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: DecodePlan, scale: float) -> Tensor:
@@ -102,7 +101,13 @@ def _span(pages: list[int], device: torch.device) -> slice | Tensor:
     """Consecutive pages as a slice, others as an index."""
     if pages == list(range(pages[0], pages[0] + len(pages))):
         return slice(pages[0], pages[0] + len(pages))
-    return torch.tensor(pages, device=device)
+    return _on(torch.tensor(pages), device)
+
+
+def _on(values: Tensor, device: torch.device) -> Tensor:
+    """On `device`, without waiting for it."""
+    pinned = values.pin_memory() if device.type == "cuda" and values.device.type == "cpu" else values
+    return pinned.to(device, non_blocking=True)
 
 
 def _read(pool: Tensor, pages: slice | Tensor, length: int, dtype: torch.dtype) -> Tensor:

@@ -203,3 +203,29 @@ def test_the_tolerance_catches_broken_kernels(broken: object) -> None:
     got = broken(q, pool, 0.125).nan_to_num(1e9)
     with pytest.raises(AssertionError, match="> bound"):
         assert_exact(got, q, pool, truth, 0.125)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kv_heads", "heads", "dim"), [(2, 8, 64), (1, 7, 24), (4, 4, 80), (2, 16, 128)])
+def test_on_cuda_without_a_synchronisation(kv_heads: int, heads: int, dim: int, dtype: torch.dtype, scattered: bool) -> None:
+    pool = make_pool(AWKWARD, kv_heads, dim, scattered=scattered, dtype=dtype)
+    q, scale, rows = queries(len(AWKWARD), heads, dim, dtype), dim**-0.5, slice(0, 8)
+    there = Pool(pool.k.cuda(), pool.v.cuda(), pool.pages)
+    q_there = q.cuda()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        plan = attention.plan_decode(pool.table, AWKWARD, PAGE, q_there.device, dtype)
+        decoded = attention.decode_planned(q_there, there.k, there.v, plan, scale)
+        chunk = attention.prefill(q_there[rows], there.k, there.v, pool.pages[6], 150 - 8, scale)
+        first = attention.prefill(q_there[rows], there.k, there.v, pool.pages[6], 0, scale)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_exact(decoded.cpu(), q, pool, decode_truth(q, pool, AWKWARD, scale), scale)
+    for got, start in ((chunk, 150 - 8), (first, 0)):
+        truth = ref.prefill(q[rows].double(), pool.k.double(), pool.v.double(), pool.pages[6], start, scale)
+        assert_exact(got.cpu(), q, pool, truth, scale)
