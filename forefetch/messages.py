@@ -132,8 +132,8 @@ class Completion:
 
     @property
     def ttft_ms(self) -> float:
-        """Time to first token, milliseconds."""
-        return self.tokens[0].at_ms
+        """Time to first token, milliseconds; of an answer without tokens, time to its end."""
+        return self.tokens[0].at_ms if self.tokens else self.finish.duration_ms
 
     @property
     def tpot_ms_p50(self) -> float | None:
