@@ -35,15 +35,15 @@ class SamplingParams:
 class Limits:
     """What this router can serve.
 
-    `context` is the most tokens of prompt plus answer (the smaller of model, setting and KV pool); `temperature` is what
-    requests that set none get (see `default_temperature`); `max_prompt_bytes` bounds text before it is tokenised.
+    `context` is the most tokens of prompt plus answer (the smaller of model, setting and KV pool); `sampling` is what
+    requests that set nothing get (see `default_sampling`); `max_prompt_bytes` bounds text before it is tokenised.
     """
 
     vocab_size: int
     context: int
     default_max_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
-    temperature: float = 0.0
+    sampling: SamplingParams = SamplingParams()
     max_prompt_bytes: int = 4 << 20
 
 
@@ -83,16 +83,24 @@ class Admitted:
     request_id: str
 
 
-def default_temperature(generation_config: Mapping[str, object]) -> float:
-    """A checkpoint's temperature: 0 unless `do_sample` is true, then `temperature` or 1.0. Raises UnsupportedModel."""
+def default_sampling(generation_config: Mapping[str, object]) -> SamplingParams:
+    """What a checkpoint recommends: greedy unless `do_sample` is true, then its temperature (1.0 if it names none), top_k,
+    top_p and min_p. Raises UnsupportedModel naming a value that makes no sense."""
     if not generation_config.get("do_sample"):
-        return 0.0
-    value = generation_config.get("temperature")
-    if value is None:
-        return 1.0
-    if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise UnsupportedModel(f"generation_config.json: temperature {value!r} is not a finite number >= 0")
-    return float(value)
+        return SamplingParams()
+    fields = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    values = {
+        name: default if generation_config.get(name) is None else generation_config[name] for name, default in fields.items()
+    }
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UnsupportedModel(f"generation_config.json: {name} {value!r} is not a number")
+    params = SamplingParams(**{**values, "top_k": max(0, int(values["top_k"]))})  # type: ignore[call-overload]
+    try:
+        _check_sampling(params)
+    except BadRequest as error:
+        raise UnsupportedModel(f"generation_config.json: {error}") from None
+    return params
 
 
 def check_text(text: str, limits: Limits, field: str = "text") -> None:
@@ -176,20 +184,28 @@ def _check_request_id(request_id: str) -> None:
 
 
 def _sampling(ask: Ask, limits: Limits, seed: int) -> SamplingParams:
-    temperature = limits.temperature if ask.temperature is None else ask.temperature
-    top_k = 0 if ask.top_k is None else ask.top_k
-    top_p = 1.0 if ask.top_p is None else ask.top_p
-    min_p = 0.0 if ask.min_p is None else ask.min_p
-    seed = seed if ask.seed is None else ask.seed
+    default = limits.sampling
+    params = SamplingParams(
+        temperature=default.temperature if ask.temperature is None else ask.temperature,
+        top_k=default.top_k if ask.top_k is None else ask.top_k,
+        top_p=default.top_p if ask.top_p is None else ask.top_p,
+        min_p=default.min_p if ask.min_p is None else ask.min_p,
+        seed=seed if ask.seed is None else ask.seed,
+        top_logprobs=ask.top_logprobs,
+    )
+    _check_sampling(params)
+    return params
+
+
+def _check_sampling(params: SamplingParams) -> None:
     # Written so that NaN fails: every comparison with it is false.
-    _require(0.0 <= temperature < math.inf, "sampling.temperature", temperature, "a finite number >= 0")
-    _require(top_k >= 0, "sampling.top_k", top_k, ">= 0")
-    _require(0.0 < top_p <= 1.0, "sampling.top_p", top_p, "in (0, 1]")
-    _require(0.0 <= min_p <= 1.0, "sampling.min_p", min_p, "in [0, 1]")
-    _require(0 <= seed < 1 << 64, "sampling.seed", seed, "an unsigned 64-bit integer")
-    wanted = ask.top_logprobs
+    _require(0.0 <= params.temperature < math.inf, "sampling.temperature", params.temperature, "a finite number >= 0")
+    _require(params.top_k >= 0, "sampling.top_k", params.top_k, ">= 0")
+    _require(0.0 < params.top_p <= 1.0, "sampling.top_p", params.top_p, "in (0, 1]")
+    _require(0.0 <= params.min_p <= 1.0, "sampling.min_p", params.min_p, "in [0, 1]")
+    _require(0 <= params.seed < 1 << 64, "sampling.seed", params.seed, "an unsigned 64-bit integer")
+    wanted = params.top_logprobs
     _require(wanted is None or 0 <= wanted <= MAX_TOP_LOGPROBS, "top_logprobs", wanted, f"in 0..{MAX_TOP_LOGPROBS}")
-    return SamplingParams(temperature, top_k, top_p, min_p, seed, wanted)
 
 
 def _require(holds: bool, field: str, value: object, limit: str) -> None:

@@ -14,7 +14,7 @@ from forefetch import rpc
 from forefetch.errors import ConfigError
 from forefetch.spec import ModelSpec, read_json
 from forefetch.weights import Checkpoint
-from router_service.admission import Limits, default_temperature
+from router_service.admission import Limits, default_sampling
 from router_service.batch import StepBuffers
 from router_service.cache import KvCache
 from router_service.config import RouterConfig
@@ -84,7 +84,7 @@ def limits(config: RouterConfig, spec: ModelSpec, context: int) -> Limits:
         context=context,
         default_max_tokens=config.default_max_tokens,
         eos_token_ids=frozenset(spec.eos_token_ids),
-        temperature=default_temperature(read_json(Path(config.model) / "generation_config.json", {})),
+        sampling=default_sampling(read_json(Path(config.model) / "generation_config.json", {})),
     )
 
 

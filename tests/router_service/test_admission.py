@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from forefetch.errors import BadRequest, UnsupportedModel
-from router_service.admission import Admitted, Ask, Limits, SamplingParams, admit, check_chat, check_text, default_temperature
+from router_service.admission import Admitted, Ask, Limits, SamplingParams, admit, check_chat, check_text, default_sampling
 
-LIMITS = Limits(vocab_size=100, context=32, default_max_tokens=16, eos_token_ids=frozenset({2}), temperature=0.5)
+LIMITS = Limits(
+    vocab_size=100, context=32, default_max_tokens=16, eos_token_ids=frozenset({2}), sampling=SamplingParams(0.5, 9, 0.9, 0.1)
+)
 
 
 def accept(prompt: tuple[int, ...] = (1, 2, 3), **fields: Any) -> Admitted:
@@ -21,7 +23,7 @@ def test_unset_fields_get_the_documented_defaults() -> None:
         prompt=(1, 2, 3),
         max_tokens=16,
         context_limited=False,
-        sampling=SamplingParams(temperature=0.5, top_k=0, top_p=1.0, min_p=0.0, seed=7, top_logprobs=None),
+        sampling=SamplingParams(temperature=0.5, top_k=9, top_p=0.9, min_p=0.1, seed=7, top_logprobs=None),
         stop_strings=(),
         stop_token_ids=frozenset({2}),
         request_id="made",
@@ -120,14 +122,22 @@ def test_values_are_frozen() -> None:
         ({"do_sample": True, "temperature": 0}, 0.0),
     ],
 )
-def test_default_temperature_follows_the_checkpoint(config: dict[str, object], expected: float) -> None:
-    assert default_temperature(config) == expected
+def test_default_sampling_follows_the_checkpoint(config: dict[str, object], expected: float) -> None:
+    assert default_sampling(config).temperature == expected
+
+
+def test_filters_of_the_checkpoint_count_when_it_samples() -> None:
+    config = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": None}
+    assert default_sampling({**config, "do_sample": True}) == SamplingParams(0.7, 20, 0.8, 0.0)
+    assert default_sampling(config) == SamplingParams()
+    with pytest.raises(UnsupportedModel, match="top_p"):
+        default_sampling({"do_sample": True, "top_p": 1.5})
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "warm"])
 def test_a_checkpoint_with_a_senseless_temperature_is_refused(value: object) -> None:
     with pytest.raises(UnsupportedModel, match="temperature"):
-        default_temperature({"do_sample": True, "temperature": value})
+        default_sampling({"do_sample": True, "temperature": value})
 
 
 def test_text_and_chat_are_bounded_before_tokenising() -> None:
