@@ -1,0 +1,341 @@
+"""The KV service over gRPC: what it promises, what it refuses, and that it stays up."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from otlp_receiver import GrpcReceiver
+
+from forefetch import rpc
+from forefetch.errors import BadRequest, ConfigError, ForefetchError, Overloaded
+from forefetch.process import Process
+from forefetch.settings import build, child_environment
+from forefetch.telemetry.context import new_root, to_metadata
+from forefetch.v1 import kv_pb2 as pb
+from kv_service import server
+from kv_service.client import Key, KvClient
+from kv_service.config import KvConfig
+
+if TYPE_CHECKING:
+    from conftest import Kv
+
+MIB = 1 << 20
+
+
+def wire(key: Key) -> pb.BlockKey:
+    return pb.BlockKey(digest=key.digest, parent=key.parent, token_ids=key.token_ids)
+
+
+def whole(key: Key, data: bytes, **changes: Any) -> pb.PutRequest:
+    """A block in one chunk."""
+    fields = {"key": wire(key), "size": len(data), "data": data, "last": True, "checksum": hashlib.sha256(data).digest()}
+    return pb.PutRequest(**{**fields, **changes})
+
+
+def refusal(call: Callable[[], Any]) -> ForefetchError:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return rpc.error_of(caught.value)
+
+
+# What it promises
+
+
+def test_blocks_come_back(kv: Kv) -> None:
+    keys = kv.keys(1, 2, 3)
+    sizes = [1, MIB, MIB + 1]
+    blocks = [kv.block(key, size) for key, size in zip(keys, sizes, strict=True)]
+    assert kv.client.put(zip(keys, blocks, strict=True)) == (3, 0)
+    assert kv.client.look_up(keys) == 3
+    assert kv.client.get(keys) == blocks
+    assert kv.client.get(keys[1:]) == blocks[1:]
+
+
+def test_get_streams_chunks_of_a_mebibyte_in_order_and_stops_at_a_hole(kv: Kv) -> None:
+    keys = kv.keys(1, 2, 3)
+    kv.put(keys[:2], 2 * MIB)
+    chunks = list(kv.stub.Get(pb.GetRequest(keys=map(wire, keys))))
+    assert [(chunk.index, len(chunk.data), chunk.last, bool(chunk.checksum)) for chunk in chunks] == [
+        (0, MIB, False, False),
+        (0, MIB, True, True),
+        (1, MIB, False, False),
+        (1, MIB, True, True),
+    ]
+
+
+def test_puts_are_idempotent_and_conflicts_are_counted(kv: Kv) -> None:
+    (key,) = kv.keys(1)
+    assert [kv.put([key]), kv.put([key])] == [(1, 0), (1, 0)]
+    assert kv.client.put([(key, b"other")]) == (0, 1)
+    assert kv.client.get([key]) == [kv.block(key)]
+    stats = kv.client.stats()
+    assert (stats.blocks, stats.stored, stats.refused, stats.conflicts) == (1, 1, 1, 1)
+
+
+def test_token_ids_are_verified(kv: Kv) -> None:
+    """A first block's digest cannot be checked against its root, so a wrong one can be held; its tokens are compared."""
+    (key,) = kv.keys(1)
+    kv.put([key])
+    other = key._replace(token_ids=(9, 9))
+    assert kv.client.look_up([other]) == 0
+    assert kv.client.get([other]) == []
+
+
+def test_eviction_keeps_the_budget_and_the_prefix(kv: Kv) -> None:
+    keys = kv.keys(*range(12))
+    assert kv.put(keys, MIB) == (8, 4)
+    assert kv.put(kv.keys(100), 2 * MIB) == (1, 0)
+    assert kv.client.look_up(keys) == 6
+    stats = kv.client.stats()
+    assert stats.bytes <= stats.budget_bytes == 8 * MIB
+    assert (stats.evicted, stats.blocks) == (2, 7)
+
+
+def test_stats_count_what_happened(kv: Kv) -> None:
+    keys = kv.keys(1, 2, 3)
+    kv.put(keys[:2])
+    kv.client.look_up(keys)
+    stats = kv.client.stats()
+    assert (stats.hits, stats.misses, stats.blocks, stats.bytes) == (2, 1, 2, 200)
+    assert stats.uptime_s > 0
+
+
+# Transfers that do not end well
+
+
+def test_a_wrong_checksum_is_refused_and_leaves_nothing(kv: Kv) -> None:
+    first, second = kv.keys(1), kv.keys(2)
+    reply = kv.stub.Put(iter([whole(first[0], b"data", checksum=bytes(32)), whole(second[0], b"data")]))
+    assert (reply.stored, reply.refused) == (1, 1)
+    assert kv.client.look_up(first) == 0
+    assert kv.client.look_up(second) == 1
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_short_block_is_refused_and_leaves_nothing(kv: Kv, last: bool) -> None:
+    (key,) = kv.keys(1)
+    reply = kv.stub.Put(iter([whole(key, b"data", size=5, last=last, checksum=bytes(32) if last else b"")]))
+    assert (reply.stored, reply.refused) == (0, 1)
+    assert kv.client.look_up([key]) == 0
+    assert kv.servicer._store.reserved == 0
+
+
+def test_an_aborted_transfer_leaves_what_was_whole_and_nothing_else(kv: Kv, caplog: pytest.LogCaptureFixture) -> None:
+    done, cut = kv.keys(1, 2)
+    arrived = threading.Event()
+
+    def chunks() -> Iterator[pb.PutRequest]:
+        yield whole(done, b"data")
+        yield pb.PutRequest(key=wire(cut), size=2 * MIB, data=bytes(MIB))
+        arrived.set()
+        time.sleep(0.1)
+        call.cancel()
+
+    call = kv.stub.Put.future(chunks())
+    assert arrived.wait(5)
+    until(lambda: not kv.servicer.busy and kv.servicer._store.reserved == 0)
+    assert kv.client.look_up([done, cut]) == 1
+    assert kv.client.stats().refused == 1
+    assert caplog.text == ""
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    limit = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_a_reader_that_goes_away_frees_its_place(kv: Kv, caplog: pytest.LogCaptureFixture) -> None:
+    keys = kv.keys(1, 2, 3, 4)
+    kv.put(keys, 2 * MIB)
+    stream = kv.stub.Get(pb.GetRequest(keys=map(wire, keys)))
+    next(stream)
+    assert kv.servicer.busy
+    stream.cancel()
+    until(lambda: not kv.servicer.busy)
+    assert caplog.text == ""
+
+
+class Stalled:
+    """A Put that has sent half a block and sends no more."""
+
+    def __init__(self, kv: Kv, key: Key) -> None:
+        self.release = threading.Event()
+        self.call = kv.stub.Put.future(self._chunks(key), timeout=20)
+
+    def _chunks(self, key: Key) -> Iterator[pb.PutRequest]:
+        yield pb.PutRequest(key=wire(key), size=2, data=b"1")
+        self.release.wait(20)
+        yield pb.PutRequest(data=b"2", last=True, checksum=hashlib.sha256(b"12").digest())
+
+
+def test_stalled_transfers_leave_room_for_calls_and_are_bounded(kv: Kv) -> None:
+    stalled = [Stalled(kv, kv.keys(token)[0]) for token in range(server.TRANSFERS)]
+    until(lambda: kv.servicer._transfers == server.TRANSFERS)
+    assert kv.client.describe(timeout_s=2).instance_id
+    assert kv.client.look_up(kv.keys(1), timeout_s=2) == 0
+    with pytest.raises(Overloaded) as caught:
+        kv.put(kv.keys(99))
+    assert caught.value.retry_after_s == pytest.approx(0.1)
+    for one in stalled:
+        one.release.set()
+    assert all(one.call.result().stored == 1 for one in stalled)
+    assert kv.put(kv.keys(99)) == (1, 0)
+
+
+def test_a_transfer_that_takes_too_long_is_cancelled(kv: Kv, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "TRANSFER_LIMIT_S", 0.3)
+    stalled = Stalled(kv, kv.keys(1)[0])
+    assert stalled.call.code() is grpc.StatusCode.CANCELLED
+    stalled.release.set()
+    until(lambda: not kv.servicer.busy)
+    assert kv.servicer._store.reserved == 0
+
+
+# Malformed requests
+
+KEY = Key(bytes(range(32)), b"", (1, 2))
+CHILD = Key(bytes(32), bytes(range(32)), (1,))
+CUT = pb.PutRequest(key=wire(KEY), size=2, data=b"1")
+MALFORMED: dict[str, tuple[list[pb.PutRequest], str, str]] = {
+    "no key": ([pb.PutRequest(size=1, data=b"1")], "key", "first chunk"),
+    "key twice": ([CUT, CUT], "key", "first chunk only"),
+    "size twice": ([CUT, pb.PutRequest(size=2, data=b"1")], "key", "first chunk only"),
+    "size 0": ([whole(KEY, b"")], "size", "must be 1 to 2097152 bytes, is 0"),
+    "too large": ([whole(KEY, b"1", size=2 * MIB + 1)], "size", "must be 1 to 2097152 bytes, is 2097153"),
+    "huge": ([whole(KEY, b"1", size=2**64 - 1)], "size", "is 18446744073709551615"),
+    "too much": ([whole(KEY, b"123", size=2)], "data", "more than the block's size of 2 bytes"),
+    "large chunk": ([whole(KEY, bytes(4 * MIB + 1), size=MIB)], "data", "must be at most 4194304 bytes in a chunk"),
+    "no checksum": ([whole(KEY, b"1", checksum=b"")], "checksum", "must be 32 bytes"),
+    "early checksum": ([whole(KEY, b"1", last=False)], "checksum", "empty in the others"),
+    "short digest": ([whole(KEY._replace(digest=b"1"), b"1")], "key.digest", "must be 32 bytes, is 1"),
+    "short parent": ([whole(KEY._replace(parent=b"1"), b"1")], "key.parent", "must be empty or 32 bytes, is 1"),
+    "no tokens": ([whole(KEY._replace(token_ids=()), b"1")], "key.token_ids", "must be 1 to 4096 ids, are 0"),
+    "many tokens": ([whole(KEY._replace(token_ids=(1,) * 4097), b"1")], "key.token_ids", "are 4097"),
+    "wrong digest": ([whole(CHILD, b"1")], "key.digest", "not the digest of its parent and token_ids"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_puts_name_field_and_limit(kv: Kv, name: str) -> None:
+    chunks, field, text = MALFORMED[name]
+    error = refusal(lambda: kv.stub.Put(iter(chunks)))
+    assert isinstance(error, BadRequest)
+    assert error.field == field
+    assert text in str(error)
+    assert kv.put(kv.keys(1)) == (1, 0)
+    assert (kv.servicer._store.reserved, len(kv.servicer._store)) == (0, 1)
+
+
+def test_malformed_chains_name_field_and_limit(kv: Kv, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_KEYS", 3)
+    one, other = kv.keys(1, 2), kv.keys(3, 4)
+    chains = {
+        "keys: must be at most 3, are 4": [*one, *other],
+        "keys[1].parent: must be the digest of the key before": [one[0], other[0]],
+        "keys[1].digest: must be 32 bytes, is 3": [one[0], one[1]._replace(digest=b"bad")],
+        "keys[1].digest: is not the digest of its parent and token_ids": [one[0], one[1]._replace(token_ids=(7,))],
+    }
+    for text, keys in chains.items():
+        for call in (kv.client.look_up, kv.client.get):
+            with pytest.raises(BadRequest) as caught:
+                call(keys)
+            assert str(caught.value) == text
+    assert kv.client.look_up([]) == 0
+    assert kv.client.get([]) == []
+
+
+def test_bytes_that_are_no_message_at_all(kv: Kv) -> None:
+    with rpc.channel(kv.address) as channel:
+        for method in ("LookUp", "Describe", "Nonsense"):
+            call = channel.unary_unary(f"/{server.SERVICE}/{method}")
+            with pytest.raises(grpc.RpcError):
+                call(b"\xff" * 100, timeout=5)
+    assert kv.put(kv.keys(1)) == (1, 0)
+
+
+# The process
+
+
+@pytest.fixture
+def process() -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def start(*flags: str) -> Process:
+        one = Process("kv", "kv_service", flags, child_environment(PYTHONWARNINGS="error"))
+        started.append(one)
+        one.spawn()
+        one.wait_ready(30)
+        return one
+
+    yield start
+    for one in started:
+        one.end(5)
+
+
+def test_a_process_forgets_and_has_a_new_name_after_a_restart(kv: Kv, process: Callable[..., Process]) -> None:
+    one = process("--budget-mb=4", "--max-block-mb=3")
+    client = KvClient(one.address)
+    keys = kv.keys(1, 2)
+    before = client.describe()
+    assert (before.budget_bytes, before.max_block_bytes) == (4 * MIB, 3 * MIB)
+    assert client.put([(key, b"data") for key in keys]) == (2, 0)
+    one.signal(signal.SIGKILL)
+    one.end(5)
+    one.spawn()
+    one.wait_ready(30)
+    assert client.describe().instance_id != before.instance_id
+    assert client.look_up(keys) == 0
+    client.close()
+    one.signal(signal.SIGTERM)
+    assert one.wait(10)
+    assert one.ending() == "ended with status 0"
+
+
+def test_spans_and_metrics_of_a_process(kv: Kv, process: Callable[..., Process]) -> None:
+    import urllib.request
+
+    receiver = GrpcReceiver()
+    one = process(f"--otlp-endpoint={receiver.endpoint}", "--metrics-listen=127.0.0.1:0")
+    client, caller = KvClient(one.address), new_root(sampled=True)
+    keys = kv.keys(1)
+    client.put([(keys[0], b"data")], metadata=to_metadata(caller))
+    client.look_up(keys, metadata=to_metadata(caller))
+    client.get(keys, metadata=to_metadata(caller))
+    client.get(keys)
+    client.close()
+    spans = receiver.wait(lambda spans: len(spans) >= 3)
+    assert {span.name for span in spans} == {"forefetch.kv.put", "forefetch.kv.look_up", "forefetch.kv.get"}
+    assert {(span.service, span.trace, span.parent) for span in spans} == {
+        ("forefetch-kv", caller.trace_id.hex(), caller.span_id.hex())
+    }
+    with urllib.request.urlopen(f"http://{one.metrics}/metrics", timeout=5) as page:
+        assert "forefetch_kv_stored_total 1.0" in page.read().decode()
+    receiver.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"max_block_mb": "0"}, "--max-block-mb: must be at least 1"),
+        ({"budget_mb": "63"}, "--budget-mb: must be at least --max-block-mb, which is 64"),
+        ({"budget_mb": "much"}, "--budget-mb: 'much' is not a int"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(KvConfig, settings, {})
+    assert str(caught.value) == text
+
+
+def test_settings_from_the_environment() -> None:
+    config = build(KvConfig, {"budget_mb": "100"}, {"FOREFETCH_KV_MAX_BLOCK_MB": "3", "FOREFETCH_KV_BUDGET_MB": "7"})
+    assert (config.budget_bytes, config.max_block_bytes) == (100 * MIB, 3 * MIB)
