@@ -34,6 +34,16 @@ class Experts(Protocol):
         """Waits for the workers and adds their rows to out [T, H] in a fixed order. LinkDown when one is lost."""
 
 
+class Observer(Protocol):
+    """Watches the residual stream where experts are chosen. It must not write to what it is handed."""
+
+    def chosen(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """The rows are with the workers: residual x [T, H] that the gate saw, not yet normalised; its choice ids, weights [T, K]."""
+
+    def returned(self, layer: int, x: torch.Tensor) -> None:
+        """The workers' rows are added: residual x [T, H] behind the layer."""
+
+
 @dataclass(frozen=True)
 class Mlp:
     """A gated MLP: w13 [2I, H] (gate rows, then up rows), w2 [H, I]."""
@@ -75,6 +85,7 @@ class _Step:
     sin: torch.Tensor
     experts: Experts
     stamps: StepStamps
+    observer: Observer | None
 
 
 class Trunk:
@@ -92,9 +103,9 @@ class Trunk:
         self.rope = Rope(spec.rope, spec.head_dim, device)
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps) -> torch.Tensor:
+    def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None = None) -> torch.Tensor:
         """Runs the step's rows through all layers -> float32 logits [S, V] of the rows that choose a token."""
-        spec, step = self.spec, self._step(batch, experts, stamps)
+        spec, step = self.spec, self._step(batch, experts, stamps, observer)
         x = self.embedding[batch.token_ids]  # [T, H]
         if spec.embedding_multiplier != 1.0:
             x = x * spec.embedding_multiplier
@@ -107,14 +118,14 @@ class Trunk:
         stamps.head(perf_counter_ns() - started)
         return logits
 
-    def _step(self, batch: StepBatch, experts: Experts, stamps: StepStamps) -> _Step:
+    def _step(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None) -> _Step:
         """What the layers of a step share."""
         cos, sin = self.rope.tables(batch.positions, self.dtype)
         plan = None
         if batch.decodes:
             page, device = self.cache.page_size, batch.token_ids.device
             plan = attention.plan_decode(batch.page_table, batch.lengths, page, device, self.dtype)
-        return _Step(batch, plan, cos, sin, experts, stamps)
+        return _Step(batch, plan, cos, sin, experts, stamps, observer)
 
     def _layer(self, index: int, layer: Layer, x: torch.Tensor, step: _Step) -> torch.Tensor:
         """One decoder layer, x [T, H] -> [T, H], stamped."""
@@ -130,10 +141,14 @@ class Trunk:
         ids, weights = choose(linear(h, layer.gate), self.spec.top_k, self.spec.gate_rule, self.spec.renormalise)
         t2 = perf_counter_ns()
         step.experts.send(step.batch, index, h, ids, weights)
+        if step.observer is not None:
+            step.observer.chosen(index, x, ids, weights)
         out = self._shared(layer, h)
         step.experts.add(out, index, step.stamps)
         t3 = perf_counter_ns()
         x = self._residual(x, out)
+        if step.observer is not None:
+            step.observer.returned(index, x)
         step.stamps.layer(index, t0, t1 - t0, t2 - t1, t3 - t2, perf_counter_ns() - t3)
         return x
 
