@@ -10,7 +10,8 @@ A process:  rpc.run_main(PROG, body), whose body does
 
 from forefetch.rpc.channels import MESSAGE_LIMIT, Tls, aio_channel, channel, tls_of
 from forefetch.rpc.failures import aio_handler, error_of, status_of, sync_handler, time_left
-from forefetch.rpc.servers import AioServer, SyncServer, announce, run_main, serve_aio, serve_sync, setup_logging
+from forefetch.rpc.program import announce, run_main, setup_logging
+from forefetch.rpc.servers import AioServer, SyncServer, serve_aio, serve_sync
 
 __all__ = [
     "MESSAGE_LIMIT",

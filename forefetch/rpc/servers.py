@@ -1,14 +1,12 @@
-"""Server processes: bind, health, reflection, metrics, the ready line, drain."""
+"""Servers: bind, health, reflection, metrics, drain."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +19,7 @@ import grpc.aio
 
 from forefetch.errors import ConfigError
 from forefetch.rpc.channels import server_credentials, server_options, tls_of
+from forefetch.rpc.program import announce
 from forefetch.settings import ServiceConfig
 
 # Health, reflection and Prometheus come with the `serve` extra; a client must be able to import this package without them.
@@ -31,37 +30,10 @@ _log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Once nothing is busy, streams that never end by themselves (health watches) get this long, seconds.
 _LINGER_S = 0.5
-# Once a process should have gone, this much patience is left for threads that do not end, seconds.
-_LAST_RESORT_S = 5.0
-
-
-class _OneLine(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).replace("\n", " | ")
-
-
-def setup_logging(level: str) -> None:
-    """Logs to standard error, one line per record, tracebacks included."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-
-
-def announce(address: str, metrics: str = "", **more: Any) -> None:
-    """Prints the line that whoever started this process waits for."""
-    print(json.dumps({"event": "ready", "address": address, "metrics": metrics, **more}), flush=True)
-
-
-def run_main(prog: str, body: Callable[[], None]) -> int:
-    """Runs a service's body: a wrong setting ends it with 2 and one line on standard error."""
-    try:
-        body()
-    except ConfigError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
+# How long `stop` waits for gRPC, seconds.
+_STOP_S = 5.0
+# Once `run` has returned, the rest of the process has this long to end, seconds.
+_LAST_RESORT_S = 10.0
 
 
 def _bind(config: ServiceConfig, server: Any) -> str:
@@ -102,7 +74,7 @@ def _enable_reflection(config: ServiceConfig, names: Sequence[str], server: Any)
 
 
 def _health_states(name: str, serving: bool) -> Iterator[tuple[str, Any]]:
-    """ "", the service and "readiness" say whether calls are welcome; "liveness" that the process works at all."""
+    """The empty name, the service and "readiness" say whether calls are welcome; "liveness" that the process works at all."""
     from grpc_health.v1.health_pb2 import HealthCheckResponse
 
     for service in ("", name, "readiness"):
@@ -121,19 +93,47 @@ def _leave_soon(delay_s: float) -> None:
     threading.Thread(target=leave, daemon=True, name="last-resort").start()
 
 
-class SyncServer:
-    """A bound and started gRPC server with a thread pool. `address` is host:port, `metrics` that of /metrics or ""."""
+class _Served:
+    """What both kinds of server have. `address` is host:port, `metrics` that of /metrics or ""."""
 
-    def __init__(self, config: ServiceConfig, name: str, server: grpc.Server, address: str, registry: Any) -> None:
+    def __init__(
+        self,
+        config: ServiceConfig,
+        name: str,
+        server: grpc.Server | grpc.aio.Server,
+        on_drain: Callable[[], None] | None,
+        busy: Callable[[], bool] | None,
+        registry: CollectorRegistry | None,
+    ) -> None:
+        self.address = _bind(config, server)
+        self.metrics, self._httpd = _start_metrics(config, registry)
+        self._name, self._drain_s, self._on_drain, self._busy = name, config.drain_s, on_drain, busy
+        self._signals = 0
+
+    def _begin_drain(self) -> float:
+        """When it must be over."""
+        if self._on_drain:
+            self._on_drain()
+        return time.monotonic() + self._drain_s
+
+    def _idle(self) -> bool:
+        return self._busy is not None and not self._busy()
+
+    def _stop_metrics(self) -> None:
+        if self._httpd is not None:
+            self._httpd.shutdown()
+            self._httpd.server_close()
+            self._httpd = None
+
+
+class SyncServer(_Served):
+    """A bound and started gRPC server with a thread pool."""
+
+    def __init__(self, config: ServiceConfig, name: str, server: grpc.Server, *more: Any) -> None:
         from grpc_health.v1 import health, health_pb2_grpc
 
-        self.address = address
-        self.metrics, self._httpd = _start_metrics(config, registry)
-        self.on_drain: Callable[[], None] | None = None
-        self.busy: Callable[[], bool] | None = None
-        self._config, self._name, self._server = config, name, server
-        self._signals = 0
-        self._health = health.HealthServicer()
+        super().__init__(config, name, server, *more)
+        self._server, self._health = server, health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         self.set_serving(False)
         server.start()
@@ -164,13 +164,11 @@ class SyncServer:
 
     def drain(self) -> None:
         """Refuses new calls, waits up to drain_s (or a second signal) for running ones, ends the rest with UNAVAILABLE."""
-        until = time.monotonic() + self._config.drain_s
         self.set_serving(False)
-        if self.on_drain:
-            self.on_drain()
-        ended = self._server.stop(self._config.drain_s)
+        until = self._begin_drain()
+        ended = self._server.stop(self._drain_s)
         while self._signals < 2 and time.monotonic() < until and not ended.wait(0.05):
-            if self.busy and not self.busy():
+            if self._idle():
                 ended.wait(_LINGER_S)
                 break
         self.stop()
@@ -179,10 +177,8 @@ class SyncServer:
 
     def stop(self) -> None:
         """Ends everything now."""
-        self._server.stop(None).wait(_LAST_RESORT_S)
-        if self._httpd is not None:
-            self._httpd.shutdown()
-            self._httpd.server_close()
+        self._server.stop(None).wait(_STOP_S)
+        self._stop_metrics()
 
 
 def serve_sync(
@@ -205,25 +201,18 @@ def serve_sync(
     server = grpc.server(pool, options=server_options())
     register(server)
     _enable_reflection(config, (name,), server)
-    served = SyncServer(config, name, server, _bind(config, server), registry)
-    served.on_drain, served.busy = on_drain, busy
-    return served
+    return SyncServer(config, name, server, on_drain, busy, registry)
 
 
-class AioServer:
-    """A bound and started asyncio gRPC server. `address` is host:port, `metrics` that of /metrics or ""."""
+class AioServer(_Served):
+    """A bound asyncio gRPC server."""
 
-    def __init__(self, config: ServiceConfig, name: str, server: grpc.aio.Server, address: str, registry: Any) -> None:
+    def __init__(self, config: ServiceConfig, name: str, server: grpc.aio.Server, *more: Any) -> None:
         from grpc_health.v1 import health, health_pb2_grpc
 
-        self.address = address
-        self.metrics, self._httpd = _start_metrics(config, registry)
-        self.on_drain: Callable[[], None] | None = None
-        self.busy: Callable[[], bool] | None = None
-        self._config, self._name, self._server = config, name, server
-        self._signals = 0
+        super().__init__(config, name, server, *more)
+        self._server, self._health = server, health.aio.HealthServicer()
         self._signalled = asyncio.Event()
-        self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 
     async def set_serving(self, serving: bool) -> None:
@@ -253,14 +242,12 @@ class AioServer:
 
     async def drain(self) -> None:
         """Refuses new calls, waits up to drain_s (or a second signal) for running ones, ends the rest with UNAVAILABLE."""
-        until = time.monotonic() + self._config.drain_s
         await self.set_serving(False)
-        if self.on_drain:
-            self.on_drain()
-        stopping = asyncio.ensure_future(self._server.stop(self._config.drain_s))
+        until = self._begin_drain()
+        stopping = asyncio.ensure_future(self._server.stop(self._drain_s))
         while self._signals < 2 and time.monotonic() < until and not stopping.done():
             await asyncio.wait((stopping,), timeout=0.05)
-            if self.busy and not self.busy():
+            if self._idle():
                 await asyncio.wait((stopping,), timeout=_LINGER_S)
                 break
         await self.stop()
@@ -271,10 +258,8 @@ class AioServer:
     async def stop(self) -> None:
         """Ends everything now."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._server.stop(None), _LAST_RESORT_S)
-        if self._httpd is not None:
-            await asyncio.to_thread(self._httpd.shutdown)
-            self._httpd.server_close()
+            await asyncio.wait_for(self._server.stop(None), _STOP_S)
+        await asyncio.to_thread(self._stop_metrics)
 
 
 async def serve_aio(
@@ -290,8 +275,7 @@ async def serve_aio(
     server = grpc.aio.server(options=server_options())
     register(server)
     _enable_reflection(config, (name,), server)
-    served = AioServer(config, name, server, _bind(config, server), registry)
-    served.on_drain, served.busy = on_drain, busy
+    served = AioServer(config, name, server, on_drain, busy, registry)
     await served.set_serving(False)
     await server.start()
     return served

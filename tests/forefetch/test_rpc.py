@@ -402,7 +402,7 @@ def call_in_flight(address: str, text: str) -> Iterator[Any]:
         stream.cancel()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("kind", "number"), [("sync", signal.SIGTERM), ("aio", signal.SIGINT)])
 def test_a_signal_drains(kind: str, number: signal.Signals) -> None:
     with process(kind, "--drain-s=10") as (child, ready):
         with call_in_flight(ready["address"], "sleep 0.6") as running:
@@ -416,7 +416,7 @@ def test_a_signal_drains(kind: str, number: signal.Signals) -> None:
 
 
 def test_what_outlasts_the_drain_ends_as_unavailable(kind: str) -> None:
-    with process(kind, "--drain-s=0.2") as (child, ready), call_in_flight(ready["address"], "sleep 1.5") as running:
+    with process(kind, "--drain-s=0.2") as (child, ready), call_in_flight(ready["address"], "sleep 1") as running:
         child.terminate()
         with pytest.raises(grpc.RpcError) as caught:
             running.result(5)
@@ -425,7 +425,7 @@ def test_what_outlasts_the_drain_ends_as_unavailable(kind: str) -> None:
 
 
 def test_a_second_signal_ends_the_drain(kind: str) -> None:
-    with process(kind, "--drain-s=60") as (child, ready), call_in_flight(ready["address"], "sleep 1.2"):
+    with process(kind, "--drain-s=60") as (child, ready), call_in_flight(ready["address"], "sleep 1"):
         child.terminate()
         time.sleep(0.2)
         child.terminate()
@@ -457,8 +457,8 @@ def test_a_signal_that_lands_on_another_thread_is_seen(kind: str) -> None:
         assert child.wait(5) == 0
 
 
-def test_a_wrong_setting_exits_with_2(kind: str) -> None:
-    with serving("sync") as server, process(kind, f"--listen={server.address}") as (child, ready):
+def test_a_wrong_setting_exits_with_2() -> None:
+    with serving("aio") as server, process("aio", f"--listen={server.address}") as (child, ready):
         assert ready == {}
         assert child.wait(5) == 2
         assert child.communicate()[1].strip().splitlines()[-1].startswith("test: error: --listen: cannot serve on 127.0.0.1")

@@ -129,17 +129,17 @@ def test_a_short_block_is_refused_and_leaves_nothing(kv: Kv, last: bool) -> None
 
 def test_an_aborted_transfer_leaves_what_was_whole_and_nothing_else(kv: Kv, caplog: pytest.LogCaptureFixture) -> None:
     done, cut = kv.keys(1, 2)
-    arrived = threading.Event()
+    over = threading.Event()
 
     def chunks() -> Iterator[pb.PutRequest]:
         yield whole(done, b"data")
         yield pb.PutRequest(key=wire(cut), size=2 * MIB, data=bytes(MIB))
-        arrived.set()
-        time.sleep(0.1)
-        call.cancel()
+        over.wait(10)
 
     call = kv.stub.Put.future(chunks())
-    assert arrived.wait(5)
+    until(lambda: kv.servicer._store.reserved == 2 * MIB)
+    call.cancel()
+    over.set()
     until(lambda: not kv.servicer.busy and kv.servicer._store.reserved == 0)
     assert kv.client.look_up([done, cut]) == 1
     assert kv.client.stats().refused == 1
