@@ -38,7 +38,7 @@ class Observer(Protocol):
     """Watches the residual stream where experts are chosen. It must not write to what it is handed."""
 
     def chosen(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """The rows are with the workers: residual x [T, H] that the gate saw, not yet normalised; its choice ids, weights [T, K]."""
+        """The rows are with the workers: residual x [T, H] as the gate saw it before its norm; choice ids, weights [T, K]."""
 
     def returned(self, layer: int, x: torch.Tensor) -> None:
         """The workers' rows are added: residual x [T, H] behind the layer."""
