@@ -13,15 +13,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from forefetch.errors import BadRequest, ForefetchError, LinkDown, Mismatch
+from forefetch.v1 import expert_pb2
 
 MAGIC = 0x31524646  # "FFR1"
 REQUEST, REPLY, ERROR = 1, 2, 3
 HEADER = struct.Struct("<IHHQIIIIQQQII25s7x")
 HEADER_BYTES = HEADER.size
 TRACE_BYTES = 25
+HEADROOM = 32  # bytes before a frame that `seal` may use; keeps the frame's alignment
 _UNTRACED = bytes(TRACE_BYTES)
 
 # Values of DataType in tensor.proto, google.rpc.Code for errors.
@@ -193,6 +196,44 @@ def peek(buf: memoryview) -> tuple[int, int]:
     if len(buf) < HEADER_BYTES:
         return 0, 0
     return HEADER.unpack_from(buf, 0)[3:5]
+
+
+def buffer(size: int) -> memoryview:
+    """Memory for frames, aligned as torch aligns. Pages are used up only where frames reach."""
+    return torch.empty(size, dtype=torch.uint8).numpy().data
+
+
+def seal(buf: memoryview, size: int) -> bytes:
+    """The ForwardRequest (or ForwardResponse: same layout) of the frame of `size` bytes that lies HEADROOM into `buf`.
+
+    Protobuf's own classes would copy the frame twice on each side; a message of one `bytes` field is a tag, a length and the
+    bytes.
+    """
+    length, head = size, bytearray(b"\x0a")  # field 1, length-delimited
+    while length > 0x7F:
+        head.append(length & 0x7F | 0x80)
+        length >>= 7
+    head.append(length)
+    start = HEADROOM - len(head)
+    buf[start:HEADROOM] = head
+    return bytes(buf[start : HEADROOM + size])
+
+
+def unseal(message: bytes) -> memoryview:
+    """The frame in a serialised ForwardRequest or ForwardResponse, read-only. BadRequest when it is neither."""
+    if message[:1] == b"\x0a":
+        size = shift = 0
+        for at in range(1, min(len(message), 6)):
+            size |= (message[at] & 0x7F) << shift
+            shift += 7
+            if message[at] < 0x80:
+                if at + 1 + size == len(message):
+                    return memoryview(message)[at + 1 :]
+                break
+    try:  # unusual, but perhaps legal: unknown fields, say
+        return memoryview(expert_pb2.ForwardRequest.FromString(message).frame)
+    except DecodeError:
+        raise BadRequest("frame", "the message is not a ForwardRequest") from None
 
 
 def _header(buf: memoryview) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, bytes]:

@@ -27,10 +27,10 @@ KERNELS_MAY = ("torch", "triton", "forefetch.kernels")
 
 # Rooms of a service, highest first: a module imports its own room and those below.
 ROOMS: dict[str, tuple[str, ...]] = {
-    "edge": ("__main__", "server", "client", "build", "status"),
+    "edge": ("__main__", "server", "client", "links", "build", "status"),
     "device": (
         *("engine", "trunk", "batch", "cache", "rope", "dispatch", "workers", "sampling", "text", "detokenise"),
-        *("answer", "recorder", "experts", "handover"),
+        *("answer", "recorder", "core", "experts", "handover"),
     ),
     "config": ("config",),
     "pure": ("__init__", "scheduler", "pages", "admission", "slots", "store", "keys", "outbox", "detokenise"),

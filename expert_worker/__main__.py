@@ -1,0 +1,62 @@
+"""Starts an expert worker: `python -m expert_worker --model DIR --shard 0 --shards 2 --listen 127.0.0.1:0`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from expert_worker.config import ExpertConfig, spin_ns
+from expert_worker.core import load
+from expert_worker.server import MAX_THREADS, SERVICE, ExpertService
+from forefetch import rpc, settings, shm
+from forefetch.errors import ConfigError, UnsupportedModel
+from forefetch.telemetry.metrics import ExpertMetrics, new_registry
+
+
+def serve(config: ExpertConfig) -> None:
+    """Binds, loads the shard, and serves until a signal."""
+    service, registry = ExpertService(spin_ns(config.spin_us, config.shards)), new_registry()
+    ExpertMetrics(registry, service.stats)
+    shm.reclaim()
+    server = rpc.serve_sync(
+        config, SERVICE, service.register, max_workers=MAX_THREADS, busy=lambda: service.busy, registry=registry
+    )
+    try:
+        with progress() as on_progress:
+            service.core = load(config, on_progress)
+        server.run()
+    except UnsupportedModel as error:
+        raise ConfigError(f"--model: {error}") from error
+    finally:
+        server.stop()
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar of experts loaded on standard error, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("loading experts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def main() -> int:
+    """Entry point of the process."""
+    config = settings.parse(ExpertConfig)
+    rpc.setup_logging(config.log_level)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    return rpc.run_main(config.PROG, lambda: serve(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Links to expert workers, for routers: in this process, over shared memory, or over gRPC.
+
+`connect` chooses between shm and grpc by what the worker's Describe says; `local` builds a worker here. Whichever it is, a
+`Link` carries one call at a time: submit, do something else, collect.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+
+import grpc
+import torch
+
+from expert_worker.config import ExpertConfig, spin_ns
+from expert_worker.core import WorkerInfo, load
+from expert_worker.links import GrpcLink, Link, LocalLink, ShmLink
+from forefetch import rpc, shm, wire
+from forefetch.errors import Mismatch, Unavailable
+from forefetch.v1 import expert_pb2, expert_pb2_grpc
+
+__all__ = ["Link", "WorkerInfo", "connect", "local"]
+
+log = logging.getLogger("forefetch.expert.client")
+
+
+def connect(
+    address: str,
+    *,
+    link: str,
+    digest: str,
+    hidden: int,
+    dtype: torch.dtype,
+    max_rows: int,
+    tls: rpc.Tls | None,
+    timeout_s: float,
+    spin_us: int = -1,
+) -> Link:
+    """A link to the worker at host:port. link: "auto", "shm" or "grpc"; auto takes shm where both see the same memory.
+
+    Raises Mismatch when the worker serves another model, type or width, takes fewer than `max_rows` rows in a frame, or shm is
+    forced and cannot be; Unavailable when it cannot be reached in time or is still loading.
+    """
+    if link == "shm" and shm.unsupported():
+        raise Mismatch(shm.unsupported())
+    channel = rpc.channel(address, tls)
+    try:
+        info = _describe(channel, timeout_s)
+        _check(info, digest, hidden, dtype, max_rows)
+        if link == "shm" or (link == "auto" and info.shm_domain and info.shm_domain == shm.domain()):
+            try:
+                return ShmLink(address, info, channel, max_rows, timeout_s, spin_ns(spin_us, info.shards))
+            except (Mismatch, Unavailable) as error:
+                if link == "shm":
+                    raise
+                log.warning("worker %s: no shared memory, using gRPC: %s", address, error)
+        return GrpcLink(address, info, channel, max_rows)
+    except BaseException:
+        channel.close()
+        raise
+
+
+def local(config: ExpertConfig) -> Link:
+    """A worker in this process: loads the shard. Raises ConfigError or UnsupportedModel."""
+    return LocalLink(load(config))
+
+
+def _describe(channel: grpc.Channel, timeout_s: float) -> WorkerInfo:
+    try:
+        said = expert_pb2_grpc.ExpertServiceStub(channel).Describe(expert_pb2.ExpertServiceDescribeRequest(), timeout=timeout_s)
+    except grpc.RpcError as error:
+        meant = rpc.error_of(error)
+        if cast(Any, error).code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise Mismatch("what serves at this address is not an expert worker") from None
+        raise meant if isinstance(meant, Mismatch | Unavailable) else Unavailable(str(meant)) from None
+    dtypes = {code: dtype for dtype, code in wire.DTYPES.items()}
+    if said.dtype not in dtypes:
+        raise Mismatch("the worker computes in a type that this router does not know")
+    return WorkerInfo(
+        model_digest=said.model_digest,
+        model=said.model,
+        shard=said.shard,
+        shards=said.shards,
+        layers={layer.layer: tuple(layer.experts) for layer in said.layers},
+        hidden_size=said.hidden_size,
+        dtype=dtypes[said.dtype],
+        device=said.device,
+        instance_id=said.instance_id,
+        max_rows=said.max_rows,
+        shm_domain=said.shm_domain,
+        version=said.version,
+    )
+
+
+def _check(info: WorkerInfo, digest: str, hidden: int, dtype: torch.dtype, max_rows: int) -> None:
+    if info.model_digest != digest:
+        raise Mismatch(f"the worker serves another model: {info.model} ({info.model_digest[:12]}, not {digest[:12]})")
+    if (info.dtype, info.hidden_size) != (dtype, hidden):
+        raise Mismatch(f"the worker's rows are {info.hidden_size} x {info.dtype}, the router's {hidden} x {dtype}")
+    if info.max_rows < max_rows:
+        raise Mismatch(f"the worker takes {info.max_rows} rows in a frame (its --max-rows), the router may send {max_rows}")

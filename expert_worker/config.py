@@ -1,0 +1,77 @@
+"""Settings of an expert worker."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+from forefetch.errors import ConfigError
+from forefetch.settings import ServiceConfig, setting
+
+
+@dataclass(frozen=True)
+class ExpertConfig(ServiceConfig):
+    """An expert worker: holds a shard of a model's routed experts and evaluates them for routers."""
+
+    PROG: ClassVar[str] = "python -m expert_worker"
+    ENV: ClassVar[str] = "FOREFETCH_EXPERT_"
+
+    model: str = setting("", "Folder with the checkpoint: config.json and safetensors files. Only this shard is read.")
+    device: str = setting("auto", "Where experts are evaluated: cpu, cuda, cuda:1, or auto (cuda if there is one).")
+    dtype: str = setting(
+        "auto",
+        """Type of rows and of resident experts; routers must use the same. auto: float32 on a CPU, the checkpoint's own type on
+        a GPU.""",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    shard: int = setting(0, "Which of --shards equal parts of every layer's experts this worker holds, from 0.")
+    shards: int = setting(1, "Workers that the experts are spread over, at most one for each expert of a layer.")
+    slots: str = setting(
+        "100%",
+        """Experts resident on the device at once: a count, or a percentage of those the worker holds. Below 100% all experts
+        wait in host memory as stored, and one that a call needs is copied into a slot first; a call that needs more experts
+        than there are slots runs in waves. Answers are the same, to the bit.""",
+    )
+    threads: int = setting(0, "CPU threads for one product; 0 leaves the choice to OMP_NUM_THREADS and torch.")
+    max_rows: int = setting(
+        4096,
+        """Most rows in one frame; a router whose steps may be larger is refused. Scratch memory grows with it: rows x top-k x
+        (2 hidden + 3 expert width) elements.""",
+    )
+    spin_us: int = setting(
+        -1,
+        """Microseconds that a shared-memory link watches for the next frame before it sleeps. Waking up costs about 30 us;
+        spinning costs others the core. -1: 50 where this host has more cores than workers (the router needs one), else 0.""",
+    )
+
+    def validate(self) -> None:
+        """Raises ConfigError naming the bad setting or pair."""
+        super().validate()
+        if not self.model:
+            raise ConfigError("--model: name the folder of a checkpoint")
+        if self.shards < 1 or not 0 <= self.shard < self.shards:
+            raise ConfigError(f"--shard {self.shard} and --shards {self.shards}: the shard must be within 0 and shards - 1")
+        for name, least in (("threads", 0), ("max_rows", 1), ("spin_us", -1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"--{name.replace('_', '-')}: must be at least {least}")
+        self.slot_count(100)
+
+    def slot_count(self, experts: int) -> int:
+        """Slots for a worker that holds `experts` of them. Raises ConfigError, with the arithmetic, when there is none."""
+        number, percent = self.slots.removesuffix("%"), self.slots.endswith("%")
+        try:
+            count = int(experts * float(number) / 100) if percent else int(number)
+        except (ValueError, OverflowError):
+            raise ConfigError(f"--slots: {self.slots!r} is neither a count nor a percentage") from None
+        if count < 1:
+            detail = f" of {experts} experts" if percent else ""
+            raise ConfigError(f"--slots: {self.slots}{detail} makes {count} slots; at least 1 is needed")
+        return min(count, experts)
+
+
+def spin_ns(spin_us: int, workers: int) -> int:
+    """The setting in nanoseconds. -1: 50 us if this host has more cores than workers, so that the router keeps one."""
+    if spin_us < 0:
+        spin_us = 50 if len(os.sched_getaffinity(0)) > workers else 0
+    return spin_us * 1000

@@ -1,0 +1,130 @@
+"""The experts of one shard: host copies, the slot pool on the device, and their evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from time import perf_counter_ns
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expert_worker.slots import Slots
+from forefetch.errors import BadRequest
+from forefetch.kernels.grouped_mlp import Evaluation, Pairs, SlotWeights
+from forefetch.spec import ModelSpec
+from forefetch.weights import Checkpoint, load_expert
+from forefetch.wire import LayerCall
+
+_ALIGNMENT = 64  # bytes
+
+
+class Experts:
+    """Experts are numbered through: (place of the layer among the MoE layers) * held + place in the shard.
+
+    With a slot for each, an expert's slot is its number. With fewer, all wait in host memory as stored and `Slots` says which
+    sit where. Not for concurrent use.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        held: Sequence[int],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        slots: int,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Reads experts `held` of every MoE layer. on_progress(done, total) counts them. UnsupportedModel for bad tensors."""
+        self.layers = {layer: place for place, layer in enumerate(spec.moe_layers)}
+        self.held = tuple(held)
+        self.load = np.zeros((len(self.layers), len(held)), dtype=np.int64)  # pairs evaluated
+        self._place = np.full(spec.num_experts, -1, dtype=np.int32)  # expert -> place in the shard
+        self._place[self.held,] = np.arange(len(held))
+        self._calls = 0
+        total, hidden, width = self.load.size, spec.hidden_size, spec.expert_width
+        count = min(slots, total)
+        self.weights = SlotWeights(_pool(count, 2 * width, hidden, dtype, device), _pool(count, hidden, width, dtype, device))
+        self.slots = Slots(count, total) if count < total else None
+        self._host: list[tuple[Tensor, Tensor]] = []
+        for number in range(total):
+            layer = spec.moe_layers[number // len(held)]
+            self._admit(number, *load_expert(checkpoint, spec, layer, held[number % len(held)]))
+            on_progress(number + 1, total)
+
+    def _admit(self, number: int, w13: Tensor, w2: Tensor) -> None:
+        if self.slots is None:
+            self._fill(number, w13, w2)
+        elif self.weights.w2.is_cuda:
+            self._host.append((w13.pin_memory(), w2.pin_memory()))
+        else:
+            self._host.append((w13, w2))
+
+    def _fill(self, slot: int, w13: Tensor, w2: Tensor) -> None:
+        self.weights.w13[slot].copy_(w13, non_blocking=True)
+        self.weights.w2[slot].copy_(w2, non_blocking=True)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights in slots and in host memory."""
+        tensors = [self.weights.w13, self.weights.w2, *(tensor for pair in self._host for tensor in pair)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @torch.inference_mode()
+    def forward(self, call: LayerCall, out: Tensor) -> int:
+        """Fills out [N, H], which may lie on the host while the experts do not. Returns ns spent on copies into slots.
+
+        BadRequest for a layer or an expert that is not held here.
+        """
+        layer = self.layers.get(call.layer)
+        if layer is None:
+            raise BadRequest("layer", f"layer {call.layer} has no routed experts")
+        x = call.x.to(self.weights.w13.device)
+        pairs = Pairs(call.pair_row, self._places(call), call.pair_weight, len(x), x.device)
+        self.load[layer, pairs.experts] += pairs.counts
+        numbers = [layer * len(self.held) + place for place in pairs.experts]
+        evaluation = Evaluation(x, pairs, self.weights)
+        copy_ns = 0
+        if self.slots is None:
+            evaluation.run(range(len(numbers)), numbers)
+        else:
+            copy_ns = self._run_waves(evaluation, numbers, self.slots)
+        evaluation.combine(out)
+        return copy_ns
+
+    def _places(self, call: LayerCall) -> Tensor:
+        """Each pair's expert as its place in the shard."""
+        expert = call.pair_expert.numpy()
+        known = expert.view(np.uint32) < len(self._place)  # as unsigned, a negative number is too large as well
+        place = self._place.take(expert, mode="clip")
+        wrong = ~known | (place < 0)
+        if wrong.any():
+            raise BadRequest("pair_expert", f"expert {expert[wrong][0]} of layer {call.layer} is not held by this worker")
+        return torch.from_numpy(place)
+
+    def _run_waves(self, evaluation: Evaluation, numbers: Sequence[int], slots: Slots) -> int:
+        """Runs each of the distinct experts once, copying those that are not resident. Returns ns spent on that."""
+        self._calls += 1
+        group_of = {number: group for group, number in enumerate(numbers)}
+        copy_ns = 0
+        with closing(slots.waves(numbers, self._calls)) as waves:
+            for wave in waves:
+                began = perf_counter_ns()
+                for number in wave.loads:
+                    self._fill(wave.slots[number], *self._host[number])
+                if wave.loads and self.weights.w2.is_cuda:
+                    torch.cuda.current_stream(self.weights.w2.device).synchronize()  # else the wait would count as compute
+                copy_ns += perf_counter_ns() - began
+                evaluation.run([group_of[number] for number in wave.slots], list(wave.slots.values()))
+        return copy_ns
+
+
+def _pool(slots: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[slots, rows, columns], each slot on an alignment of its own: a product's last bits may depend on it."""
+    step = _ALIGNMENT // dtype.itemsize
+    size = rows * columns
+    pool = torch.empty(slots, -(-size // step) * step, dtype=dtype, device=device)
+    return pool[:, :size].view(slots, rows, columns)

@@ -1,0 +1,223 @@
+"""The three forms of a link to an expert worker: `local` in this process, `shm` on this host, `grpc` anywhere."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from queue import SimpleQueue
+from time import monotonic, perf_counter_ns
+from typing import Any, Literal, cast
+
+import grpc
+import torch
+
+from expert_worker.core import Core, WorkerInfo
+from forefetch import rpc, shm, wire
+from forefetch.errors import ForefetchError, LinkDown, Mismatch, Unavailable
+from forefetch.v1 import expert_pb2, expert_pb2_grpc
+from forefetch.wire import LayerCall, LayerReply
+
+FORWARD = "/forefetch.v1.ExpertService/Forward"
+_WATCH_S = 0.05  # how late a missed deadline may be noticed on a gRPC link
+_GONE = "the worker's process ended or its connection broke"
+
+
+class Link(ABC):
+    """One worker as a router sees it. One call at a time; not for concurrent use."""
+
+    kind: Literal["local", "shm", "grpc"]
+
+    def __init__(self, address: str, info: WorkerInfo) -> None:
+        self.address, self.info = address, info
+        self._call: LayerCall | None = None
+        self._since_ns = 0
+        self._down = ""  # why the link can no longer be used
+
+    def submit(self, call: LayerCall) -> None:
+        """Sends a call and does not wait for the worker (a local link computes here). x may lie on any device.
+
+        Mismatch or BadRequest when x does not fit what was agreed on; nothing is outstanding then.
+        """
+        if self._call is not None:
+            raise RuntimeError("the previous call has not been collected")
+        if call.x.dtype != self.info.dtype or call.x.shape[1:] != (self.info.hidden_size,):
+            agreed = f"{self.info.hidden_size} x {self.info.dtype}"
+            raise Mismatch(f"rows are {tuple(call.x.shape)} {call.x.dtype}, the worker's {agreed}")
+        self._since_ns = perf_counter_ns()
+        self._send(call)
+        self._call = call
+
+    def collect(self, timeout_s: float) -> LayerReply:
+        """The reply to the submitted call; its rows are valid until the next submit.
+
+        LinkDown when the worker died or did not answer in time: the link is of no more use then. Mismatch, BadRequest or
+        another ForefetchError when the worker refused the call: the link can be used further.
+        """
+        if self._call is None:
+            raise RuntimeError("no call was submitted")
+        call, self._call = self._call, None
+        if self._down:
+            raise LinkDown(-1, self._down)
+        try:
+            reply = self._receive(call, timeout_s)
+        except LinkDown as error:
+            self._down = str(error)
+            raise
+        reply.round_trip_ns = perf_counter_ns() - self._since_ns
+        return reply
+
+    @abstractmethod
+    def _send(self, call: LayerCall) -> None:
+        """Puts the call on its way."""
+
+    @abstractmethod
+    def _receive(self, call: LayerCall, timeout_s: float) -> LayerReply:
+        """Waits for the answer to `call`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives up the link. A collect under way in another thread ends in LinkDown."""
+
+
+class LocalLink(Link):
+    """A worker in this process. It computes during submit; on a GPU that only launches."""
+
+    kind = "local"
+
+    def __init__(self, core: Core) -> None:
+        super().__init__("local", core.info)
+        self._core = core
+        self._answer: LayerReply | ForefetchError | None = None
+
+    def _send(self, call: LayerCall) -> None:
+        out = torch.empty_like(call.x)
+        try:
+            self._answer = LayerReply(out, *self._core.forward(call, out))
+        except ForefetchError as error:
+            self._answer = error
+
+    def _receive(self, call: LayerCall, timeout_s: float) -> LayerReply:
+        answer, self._answer = self._answer, None
+        assert answer is not None
+        if isinstance(answer, ForefetchError):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+
+class GrpcLink(Link):
+    """One long-lived bidirectional stream, a message each way per call."""
+
+    kind = "grpc"
+
+    def __init__(self, address: str, info: WorkerInfo, channel: grpc.Channel, max_rows: int) -> None:
+        """Mismatch when frames of `max_rows` rows exceed gRPC's message limit."""
+        super().__init__(address, info)
+        request, reply = info.request_room(max_rows), info.reply_room(max_rows)
+        if max(request, reply) + wire.HEADROOM > rpc.MESSAGE_LIMIT:
+            raise Mismatch(f"{max_rows} rows make frames of {request} bytes; gRPC carries {rpc.MESSAGE_LIMIT} at most")
+        self._channel = channel
+        self._outbox, self._inbox = wire.buffer(wire.HEADROOM + request), wire.buffer(reply)
+        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
+        self._deadline = 0.0
+        self._closed = threading.Event()
+        stream: Any = channel.stream_stream(FORWARD)  # raw messages: `wire` seals and unseals them
+        self._replies = stream(iter(self._messages.get, None))
+        threading.Thread(target=self._watch, name=f"watch-{address}", daemon=True).start()
+
+    def _watch(self) -> None:
+        """A sync stream's next() knows no deadline; this thread cancels the stream when one is missed."""
+        while not self._closed.wait(_WATCH_S):
+            if 0.0 < self._deadline < monotonic():
+                self._replies.cancel()
+                return
+
+    def _send(self, call: LayerCall) -> None:
+        size = wire.encode_request(self._outbox[wire.HEADROOM :], call)
+        self._messages.put(wire.seal(self._outbox, size))
+
+    def _receive(self, call: LayerCall, timeout_s: float) -> LayerReply:
+        self._deadline = deadline = monotonic() + timeout_s
+        try:
+            frame = wire.unseal(next(self._replies))
+        except StopIteration:
+            raise LinkDown(-1, _GONE) from None
+        except grpc.RpcError as error:
+            late = f"no answer within {timeout_s:g} s"
+            raise LinkDown(-1, late if monotonic() > deadline else str(rpc.error_of(error)) or _GONE) from None
+        finally:
+            self._deadline = 0.0
+        place = self._inbox[: len(frame)]
+        place[:] = frame
+        return wire.decode_reply(place, call)
+
+    def close(self) -> None:
+        """Ends the stream and the connection."""
+        self._closed.set()
+        self._messages.put(None)
+        self._replies.cancel()
+        self._channel.close()
+
+
+class ShmLink(Link):
+    """Frames in a shared-memory segment, bells beside them; a gRPC stream tells each side that the other lives."""
+
+    kind = "shm"
+
+    def __init__(
+        self, address: str, info: WorkerInfo, channel: grpc.Channel, max_rows: int, timeout_s: float, spin: int
+    ) -> None:
+        """Mismatch when the worker cannot reach our shared memory, Unavailable when there is none left."""
+        super().__init__(address, info)
+        shm.reclaim()
+        self._segment = segment = shm.Segment.create(info.request_room(max_rows), info.reply_room(max_rows))
+        self._channel, self._spin, self._sequence = channel, spin, 0
+        hello = expert_pb2.OpenShmRequest(segment=segment.name, nonce=segment.nonce)
+        self._alive = cast(Any, expert_pb2_grpc.ExpertServiceStub(channel).OpenShm(iter((hello,))))
+        try:
+            self._greet(timeout_s)
+        finally:
+            segment.unlink()
+        self._alive.add_done_callback(self._ended)
+
+    def _greet(self, timeout_s: float) -> None:
+        late = threading.Timer(timeout_s, self._alive.cancel)
+        late.start()
+        try:
+            answer = next(self._alive)
+        except StopIteration:
+            raise Unavailable(_GONE) from None
+        except grpc.RpcError as error:
+            raise rpc.error_of(error) from None
+        finally:
+            late.cancel()
+        if answer.instance_id != self.info.instance_id:
+            raise Unavailable("the worker was restarted meanwhile")
+
+    def _ended(self, _: object) -> None:
+        self._down = self._down or _GONE
+        self._segment.reply_bell.nudge()
+
+    def _send(self, call: LayerCall) -> None:
+        wire.encode_request(self._segment.request, call)
+        self._sequence = self._sequence + 1 & 0xFFFFFFFF
+        self._segment.request_bell.ring(self._sequence)
+
+    def _receive(self, call: LayerCall, timeout_s: float) -> LayerReply:
+        bell, before = self._segment.reply_bell, self._sequence - 1 & 0xFFFFFFFF
+        deadline, spin = monotonic() + timeout_s, self._spin
+        while not bell.wait(before, spin):
+            if self._down:
+                raise LinkDown(-1, self._down)
+            if monotonic() > deadline:
+                raise LinkDown(-1, f"no answer within {timeout_s:g} s")
+            spin = 0
+        return wire.decode_reply(self._segment.reply, call)
+
+    def close(self) -> None:
+        """Ends the control stream, which makes the worker drop the segment, and the connection."""
+        self._down = self._down or "the link was closed"
+        self._alive.cancel()
+        self._channel.close()

@@ -1,0 +1,175 @@
+"""The worker's gRPC service: describes itself, and serves each router over a stream or over shared memory.
+
+A router holds one thread of the pool for as long as it is connected; that thread reads its frames, computes and answers, so no
+frame changes threads inside the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import grpc
+
+from expert_worker.core import Core
+from forefetch import rpc, shm, wire
+from forefetch.errors import BadRequest, Overloaded, Unavailable
+from forefetch.v1 import expert_pb2
+
+SERVICE = "forefetch.v1.ExpertService"
+MAX_ROUTERS = 32
+MAX_THREADS = MAX_ROUTERS + 16  # the rest for unary calls and health watches
+
+
+class ExpertService:
+    """Serves `core` once it is set, UNAVAILABLE until then. spin: ns that a shm link watches for a frame before it sleeps."""
+
+    def __init__(self, spin: int) -> None:
+        self.core: Core | None = None
+        self.routers = 0
+        self._spin = spin
+        self._guard = threading.Lock()
+        self._since = time.monotonic()
+
+    def register(self, server: grpc.Server) -> None:
+        """Adds the service. By hand and not by the stub: Forward carries raw messages, which `wire` seals and unseals."""
+        unary = grpc.unary_unary_rpc_method_handler
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Describe": unary(
+                self.describe,
+                request_deserializer=expert_pb2.ExpertServiceDescribeRequest.FromString,
+                response_serializer=expert_pb2.ExpertServiceDescribeResponse.SerializeToString,
+            ),
+            "GetStats": unary(
+                self.get_stats,
+                request_deserializer=expert_pb2.ExpertServiceGetStatsRequest.FromString,
+                response_serializer=expert_pb2.ExpertServiceGetStatsResponse.SerializeToString,
+            ),
+            "Forward": grpc.stream_stream_rpc_method_handler(self.forward),
+            "OpenShm": grpc.stream_stream_rpc_method_handler(
+                self.open_shm,
+                request_deserializer=expert_pb2.OpenShmRequest.FromString,
+                response_serializer=expert_pb2.OpenShmResponse.SerializeToString,
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    @property
+    def busy(self) -> bool:
+        """A call is being evaluated."""
+        return self.core is not None and self.core.busy
+
+    @contextlib.contextmanager
+    def _admitted(self) -> Iterator[Core]:
+        """Counts a router in and out."""
+        core = self._loaded()
+        with self._guard:
+            if self.routers >= MAX_ROUTERS:
+                raise Overloaded(f"the worker serves {MAX_ROUTERS} routers already", retry_after_s=5.0)
+            self.routers += 1
+        try:
+            yield core
+        finally:
+            with self._guard:
+                self.routers -= 1
+
+    def _loaded(self) -> Core:
+        if self.core is None:
+            raise Unavailable("the worker is still loading its experts")
+        return self.core
+
+    @rpc.sync_handler
+    def describe(
+        self, request: expert_pb2.ExpertServiceDescribeRequest, context: grpc.ServicerContext
+    ) -> expert_pb2.ExpertServiceDescribeResponse:
+        """What this worker is and holds."""
+        info = self._loaded().info
+        return expert_pb2.ExpertServiceDescribeResponse(
+            model_digest=info.model_digest,
+            model=info.model,
+            shard=info.shard,
+            shards=info.shards,
+            layers=[expert_pb2.LayerExperts(layer=layer, experts=experts) for layer, experts in info.layers.items()],
+            hidden_size=info.hidden_size,
+            dtype=cast(Any, wire.DTYPES[info.dtype]),
+            device=info.device,
+            shm_domain=info.shm_domain,
+            instance_id=info.instance_id,
+            max_rows=info.max_rows,
+            version=info.version,
+        )
+
+    @rpc.sync_handler
+    def get_stats(
+        self, request: expert_pb2.ExpertServiceGetStatsRequest, context: grpc.ServicerContext
+    ) -> expert_pb2.ExpertServiceGetStatsResponse:
+        """Counters."""
+        return self.stats()
+
+    def stats(self) -> expert_pb2.ExpertServiceGetStatsResponse:
+        """Counters since start; zeros while loading."""
+        stats = expert_pb2.ExpertServiceGetStatsResponse(uptime_s=time.monotonic() - self._since, routers=self.routers)
+        core = self.core
+        if core is not None:
+            for name in ("calls", "rows", "pairs", "errors", "compute_ns"):
+                setattr(stats, name, getattr(core, name))
+            stats.weight_bytes = core.experts.weight_bytes
+            for (layer, experts), pairs in zip(core.info.layers.items(), core.experts.load.tolist(), strict=True):
+                stats.load.add(layer=layer, experts=experts, pairs=pairs)
+        return stats
+
+    @rpc.sync_handler
+    def forward(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Answers frame after frame; one that is malformed gets an error frame, and the stream goes on."""
+        with self._admitted() as core:
+            rows = core.info.max_rows
+            inbox = wire.buffer(core.info.request_room(rows))
+            outbox = wire.buffer(wire.HEADROOM + core.info.reply_room(rows))
+            for message in messages:
+                yield wire.seal(outbox, _answer(core, message, inbox, outbox[wire.HEADROOM :]))
+
+    @rpc.sync_handler
+    def open_shm(
+        self, requests: Iterator[expert_pb2.OpenShmRequest], context: grpc.ServicerContext
+    ) -> Iterator[expert_pb2.OpenShmResponse]:
+        """Maps the router's segment, says so, and serves it until the stream ends."""
+        with self._admitted() as core:
+            hello = next(requests, None)
+            if hello is None:
+                raise BadRequest("segment", "no segment was named")
+            segment = shm.Segment.open(hello.segment, hello.nonce)
+            ended = threading.Event()
+
+            def leave() -> None:
+                ended.set()
+                segment.request_bell.nudge()
+
+            if context.add_callback(leave):
+                yield expert_pb2.OpenShmResponse(instance_id=core.info.instance_id)
+                self._serve(core, segment, ended)
+
+    def _serve(self, core: Core, segment: shm.Segment, ended: threading.Event) -> None:
+        seen = spin = 0
+        while not ended.is_set():
+            if segment.request_bell.wait(seen, spin):
+                seen, spin = segment.request_bell.value, self._spin
+                core.answer(segment.request, segment.reply)
+                segment.reply_bell.ring(seen)
+            else:
+                spin = 0
+
+
+def _answer(core: Core, message: bytes, inbox: memoryview, reply: memoryview) -> int:
+    """The frame in `message` is computed from `inbox`: a message is neither aligned nor writable."""
+    try:
+        frame = wire.unseal(message)
+        if len(frame) > len(inbox):
+            raise BadRequest("frame", f"{len(frame)} bytes exceed the limit of {len(inbox)}")
+    except BadRequest as error:
+        return core.refuse(memoryview(b""), reply, error)
+    request = inbox[: len(frame)]
+    request[:] = frame
+    return core.answer(request, reply)
