@@ -19,7 +19,7 @@ from forefetch.v1 import router_pb2
 EPILOG = """\
 Examples:
   forefetch trace --prompt "Once upon a time" --max-tokens 64     ask, then show where each token's time went
-  forefetch trace --request-id story-7 --html story-7.html        an earlier request, as a page that needs nothing else
+  forefetch trace story-7 --html story-7.html                     an earlier request, as a page that needs nothing else
 
 A router remembers a bounded number of steps and requests; steps that are no longer recorded are counted."""
 
@@ -35,7 +35,8 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--address", default="127.0.0.1:50051", metavar="HOST:PORT", help="the router (default: %(default)s)")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--request-id", metavar="ID", help="an earlier or running request")
+    what.add_argument("id", nargs="?", metavar="ID", help="an earlier or running request")
+    what.add_argument("--request-id", metavar="ID", help="the same")
     what.add_argument("--prompt", metavar="TEXT", help="generate from this text now")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens for --prompt (default: %(default)s)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the waterfall as one self-contained HTML file")
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _fetch(args: argparse.Namespace) -> router_pb2.GetTraceResponse:
     with SyncClient(args.address) as client:
-        request_id = args.request_id
+        request_id = args.id or args.request_id
         if request_id is None:
             request_id = f"trace-{secrets.token_hex(4)}"
             client.complete(args.prompt, max_tokens=args.max_tokens, request_id=request_id)

@@ -208,7 +208,7 @@ def _layers(trace: router_pb2.GetTraceResponse, title: str, step: Step, width: i
                 drawn = bar(_call_parts(call, call.round_trip_ns), scale, cells, layer.attention_ns + layer.gate_ns)
                 table.add_row(Text(f"  {worker}", "dim"), "", ms(call.round_trip_ns), str(call.rows), drawn)
     hidden = len(total) - len(chosen)
-    return Group(heading, table, Text(f"{hidden} faster layers are not shown", "dim") if hidden else Text(""))
+    return Group(heading, table, *([Text(f"{hidden} faster layers are not shown", "dim")] if hidden else []))
 
 
 def _layer_parts(layer: router_pb2.LayerTrace) -> list[Segment]:

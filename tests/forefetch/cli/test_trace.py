@@ -61,13 +61,13 @@ def test_an_earlier_request_as_json(router: ScriptedRouter, capsys: pytest.Captu
 
 def test_errors(router: ScriptedRouter, tmp_path: Path) -> None:
     with pytest.raises(NotFound):
-        run(trace, router, "--request-id", "other")
+        run(trace, router, "other")
     with pytest.raises(ConfigError, match="--html"):
         run(trace, router, "--request-id", "story-7", "--html", str(tmp_path / "no" / "page.html"))
     with pytest.raises(SystemExit):
         run(trace, router)
     with pytest.raises(SystemExit):
-        run(trace, router, "--prompt", "x", "--request-id", "y")
+        run(trace, router, "--prompt", "x", "y")
 
 
 def shown(message: router_pb2.GetTraceResponse, width: int = 100, **options: int) -> str:
