@@ -19,7 +19,7 @@ from forefetch import rpc, shm, wire
 from forefetch.errors import Mismatch, Unavailable
 from forefetch.v1 import expert_pb2, expert_pb2_grpc
 
-__all__ = ["Link", "WorkerInfo", "connect", "local"]
+__all__ = ["ExpertConfig", "Link", "WorkerInfo", "connect", "local"]
 
 log = logging.getLogger("forefetch.expert.client")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from expert_worker import client as expert
-from expert_worker.config import ExpertConfig
 from forefetch import rpc
 from forefetch.errors import ConfigError
 from forefetch.spec import ModelSpec, read_json
@@ -128,7 +127,7 @@ def _connector(
 ) -> Callable[[str], expert.Link]:
     """How a link to an address is made."""
     if not config.addresses():
-        local = ExpertConfig(
+        local = expert.ExpertConfig(
             model=config.model,
             device=str(placement.device),
             dtype=str(placement.dtype).removeprefix("torch."),
