@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from forefetch.errors import BadRequest
 from forefetch.v1 import kv_pb2 as pb
 from kv_service.keys import DIGEST_BYTES, Key, child_key
 from kv_service.store import Outcome, Reservation, Store
+
+_log = logging.getLogger(__name__)
 
 MAX_TOKENS = 4_096
 """Most tokens in a block."""
@@ -119,5 +122,7 @@ class Intake:
         if isinstance(outcome, Reservation):
             with self._lock:
                 outcome = self._store.commit(outcome, block.data, checksum) if checksum else self._store.abort(outcome)
+        if outcome is Outcome.CONFLICT:
+            _log.error("a block was put whose key holds other bytes or tokens; the key of its bytes is wrong somewhere")
         self.stored += outcome.good
         self.refused += not outcome.good

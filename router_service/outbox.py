@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ class Outbox:
         if self._todo:
             return self._todo.popleft()
         request, chain = next(iter(self._behind.items()))
-        block = self._queued(chain.blocks[chain.queued], pinned=False)
+        # A copy: after a restart the original may still be on its way.
+        block = self._queued(replace(chain.blocks[chain.queued], data=b""), pinned=False)
         if chain.queued == len(chain.blocks):
             del self._behind[request]
         return block
