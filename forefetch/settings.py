@@ -139,8 +139,8 @@ class ServiceConfig(Config):
     )
     otlp_endpoint: str = setting(
         "",
-        """host:port of an OTLP/gRPC collector for spans. Unset: no spans are built. A collector that is down or slow costs
-        spans, never requests.""",
+        """host:port of an OTLP/gRPC collector for spans, or an http:// address for OTLP/HTTP. Unset: no spans are built. A
+        collector that is down or slow costs spans, never requests.""",
     )
     trace_ratio: float = setting(
         0.01,
@@ -163,7 +163,9 @@ class ServiceConfig(Config):
         """Seconds that running requests get to finish after SIGTERM or SIGINT. New ones are refused at once; what is left is
         ended with UNAVAILABLE. A second signal ends the wait.""",
     )
-    log_level: str = setting("info", "Least severity that is logged to standard error.", choices=("debug", "info", "warning", "error"))
+    log_level: str = setting(
+        "info", "Least severity that is logged to standard error.", choices=("debug", "info", "warning", "error")
+    )
 
     def validate(self) -> None:
         super().validate()

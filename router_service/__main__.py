@@ -13,7 +13,7 @@ from forefetch import rpc, settings
 from forefetch.spec import ModelSpec
 from forefetch.telemetry import names
 from forefetch.telemetry.book import RequestBook
-from forefetch.telemetry.metrics import new_registry
+from forefetch.telemetry.metrics import SpanMetrics, new_registry
 from forefetch.telemetry.ring import StepRing
 from forefetch.telemetry.spans import Exporter
 from forefetch.v1 import router_pb2_grpc
@@ -48,6 +48,7 @@ async def serve(config: RouterConfig) -> None:
     engine = Engine(parts, Deliverer(asyncio.get_running_loop()), config.worker_grace_s)
     status = Status(config, spec, checkpoint.digest, placement, limits, scheduler, dispatch.workers, recorder.metrics, handover)
     recorder.metrics.export(status.stats)
+    SpanMetrics(registry, recorder.exporter)
     servicer = RouterServicer(engine, limits, Text.load(Path(config.model)), recorder, status)
     server = await rpc.serve_aio(
         config,

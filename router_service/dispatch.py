@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter_ns
 from typing import TypeVar
 
 import numpy as np
@@ -35,7 +34,6 @@ class Sent:
     link: Link
     rows: torch.Tensor | None
     count: int
-    at_ns: int
 
 
 class Dispatch:
@@ -74,21 +72,27 @@ class Dispatch:
         link = worker.link
         assert link is not None
         index = None if rows is None else torch.from_numpy(rows).to(call.x.device)
-        sent = Sent(worker, link, index, len(call.x), perf_counter_ns())
+        sent = Sent(worker, link, index, len(call.x))
         self._guard(worker, lambda: link.submit(call))
         self._sent.append(sent)
         worker.calls += 1
         worker.pairs += len(call.pair_row)
 
-    def add(self, out: torch.Tensor, layer: int, stamps: StepStamps) -> None:
-        """Waits for the outstanding replies and adds their rows to out [T, H]. LinkDown when a worker is lost."""
+    def add(self, out: torch.Tensor, layer: int, stamps: StepStamps) -> int:
+        """Waits for the outstanding replies and adds their rows to out [T, H]. LinkDown when a worker is lost.
+
+        Returns the longest time that a worker reports for its part, nanoseconds.
+        """
+        slowest = 0
         while self._sent:
             sent = self._sent[0]
             reply = self._guard(sent.worker, lambda link=sent.link: link.collect(self.timeout_s))  # type: ignore[misc]
             self._sent.pop(0)
             self._add_rows(out, sent, reply)
-            round_trip = perf_counter_ns() - sent.at_ns
-            stamps.call(layer, sent.worker.index, sent.count, round_trip, reply.queue_ns, reply.copy_wait_ns, reply.compute_ns)
+            parts = (reply.queue_ns, reply.copy_wait_ns, reply.compute_ns)
+            stamps.call(layer, sent.worker.index, sent.count, reply.round_trip_ns, *parts)
+            slowest = max(slowest, sum(parts))
+        return slowest
 
     def _add_rows(self, out: torch.Tensor, sent: Sent, reply: LayerReply) -> None:
         rows = reply.rows.to(device=out.device, dtype=out.dtype)

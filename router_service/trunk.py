@@ -30,8 +30,11 @@ class Experts(Protocol):
     def send(self, batch: StepBatch, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Sends rows x [T, H] with their choice ids, weights [T, K] to the workers; does not wait for them."""
 
-    def add(self, out: torch.Tensor, layer: int, stamps: StepStamps) -> None:
-        """Waits for the workers and adds their rows to out [T, H] in a fixed order. LinkDown when one is lost."""
+    def add(self, out: torch.Tensor, layer: int, stamps: StepStamps) -> int:
+        """Waits for the workers and adds their rows to out [T, H] in a fixed order; returns the slowest one's own time, ns.
+
+        LinkDown when one is lost.
+        """
 
 
 class Observer(Protocol):
@@ -143,13 +146,18 @@ class Trunk:
         step.experts.send(step.batch, index, h, ids, weights)
         if step.observer is not None:
             step.observer.chosen(index, x, ids, weights)
-        out = self._shared(layer, h)
-        step.experts.add(out, index, step.stamps)
         t3 = perf_counter_ns()
+        out = self._shared(layer, h)
+        t4 = perf_counter_ns()
+        busy = step.experts.add(out, index, step.stamps)
+        t5 = perf_counter_ns()
         x = self._residual(x, out)
         if step.observer is not None:
             step.observer.returned(index, x)
-        step.stamps.layer(index, t0, t1 - t0, t2 - t1, t3 - t2, perf_counter_ns() - t3)
+        # The shared expert ran while the workers did; only what it took beyond them is time of its own.
+        hidden = min(t4 - t3, max(0, busy - (t3 - t2)))
+        own = t4 - t3 - hidden
+        step.stamps.layer(index, t0, t1 - t0, t2 - t1, t5 - t2 - own, own + perf_counter_ns() - t5)
         return x
 
     def _attention(self, index: int, layer: Layer, h: torch.Tensor, step: _Step) -> torch.Tensor:

@@ -45,8 +45,9 @@ class PlainExperts:
                 gate, up = (w13 @ x[t]).chunk(2)
                 self.rows[t] += weight * (w2 @ (silu(gate) * up))
 
-    def add(self, out: torch.Tensor, layer: int, stamps: StepStamps) -> None:
+    def add(self, out: torch.Tensor, layer: int, stamps: StepStamps) -> int:
         out += self.rows
+        return 0
 
 
 class Rig:
