@@ -171,17 +171,17 @@ class Handover:
 
     def _send_loop(self) -> None:
         backoff = BACKOFF_S[0]
-        while self._wait():
+        going = True
+        while going:
             try:
                 self._greet()
                 if self._outbox.ready:
                     self._send()
-                backoff = BACKOFF_S[0]
+                backoff, going = BACKOFF_S[0], self._wait()
             except ForefetchError as error:
                 self._is_up(False, str(error))
                 with self._changed:
-                    if self._changed.wait_for(lambda: self._closing, backoff):
-                        return
+                    going = not self._changed.wait_for(lambda: self._closing, backoff)
                 backoff = min(2 * backoff, BACKOFF_S[1])
 
     def _wait(self) -> bool:
