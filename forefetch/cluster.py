@@ -252,7 +252,8 @@ class Cluster:
 
 def _environment(threads: int, *, alone: bool) -> dict[str, str]:
     """This process's environment with allocator and thread settings for a service; what the user has set stays."""
-    wanted = {**MALLOC, "OMP_NUM_THREADS": str(threads)}
+    # gRPC's own lines about connections that come and go would drown what the services say.
+    wanted = {**MALLOC, "OMP_NUM_THREADS": str(threads), "GRPC_VERBOSITY": "ERROR"}
     if not alone:
         # Threads that spin after a parallel region would take the cores from the process whose turn it is.
         wanted["OMP_WAIT_POLICY"] = "PASSIVE"
