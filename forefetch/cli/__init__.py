@@ -8,13 +8,16 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from forefetch.cli import demo, generate, stats, trace, up
+from forefetch.cli import demo, generate, lookahead, stats, trace, up
 from forefetch.errors import ConfigError, ForefetchError
 from forefetch.version import VERSION
 
-__all__ = ["COMMANDS", "demo", "generate", "main", "parser", "stats", "trace", "up"]
+__all__ = ["COMMANDS", "demo", "generate", "lookahead", "main", "parser", "stats", "trace", "up"]
 
-COMMANDS: dict[str, ModuleType] = {"up": up, "generate": generate, "demo": demo, "trace": trace, "stats": stats}
+COMMANDS: dict[str, ModuleType] = {
+    **{"up": up, "generate": generate, "demo": demo, "trace": trace, "stats": stats},
+    **{"lookahead": lookahead},
+}
 DESCRIPTION = """\
 Forefetch serves Mixture-of-Experts language models whose experts do not fit next to their attention layers:
 a router computes attention, expert workers the experts, and a KV service keeps what should outlive a router."""
@@ -32,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     main_parser = argparse.ArgumentParser(
         prog="forefetch", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    main_parser.add_argument("--version", action="version", version=f"forefetch {VERSION}")
+    main_parser.add_argument("-V", "--version", action="version", version=f"forefetch {VERSION}")
     commands = main_parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
     for module in COMMANDS.values():
         module.add_parser(commands)
