@@ -30,7 +30,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "edge": ("__main__", "server", "client", "links", "build", "status"),
     "device": (
         *("engine", "trunk", "batch", "cache", "rope", "dispatch", "workers", "sampling", "text", "detokenise"),
-        *("answer", "recorder", "core", "experts", "handover"),
+        *("answer", "recorder", "core", "experts", "handover", "lookahead"),
     ),
     "config": ("config",),
     "pure": ("__init__", "scheduler", "pages", "admission", "slots", "store", "keys", "outbox", "intake"),
