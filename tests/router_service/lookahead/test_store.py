@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from forefetch.errors import Mismatch
+from router_service.lookahead import store
+from router_service.lookahead.heads import Correction, Head
+from router_service.lookahead.runner import Runner
+from router_service.lookahead.store import Trained
+
+
+@pytest.fixture
+def trained(runner: Callable[[str], Runner], untrained: Callable[[Runner], Trained]) -> Trained:
+    draw = torch.Generator().manual_seed(8)
+    found = untrained(runner("qwen3"))
+    parts = (torch.randn(shape, generator=draw) for shape in ((4, 136), (4,), (8, 4), (8,)))
+    found.heads = {(0, 1): Head(Correction(*parts), 1.5, -0.25), (0, 2): Head(None, 0.5, 0.125)}
+    found.recall = {(0, 1): 0.75, (0, 2): 0.5}
+    return found
+
+
+def test_what_is_saved_comes_back(trained: Trained, tmp_path: Path) -> None:
+    store.save(trained, tmp_path, "d" * 64)
+    back = store.load(tmp_path, "d" * 64, (0, 1, 2))
+    assert back.recall == trained.recall
+    assert back.heads[0, 2] == trained.heads[0, 2]
+    mine, other = trained.heads[0, 1], back.heads[0, 1]
+    assert (mine.scale, mine.shift) == (other.scale, other.shift)
+    assert mine.correction is not None
+    assert other.correction is not None
+    for part in store.PARTS:
+        rounded = getattr(mine.correction, part).half().float()
+        assert torch.equal(rounded, getattr(other.correction, part))
+    assert all(torch.equal(trained.outputs[n].half().float(), back.outputs[n]) for n in (0, 1, 2))
+    assert all(torch.equal(trained.load[n].half().float(), back.load[n]) for n in (0, 1, 2))
+
+
+def test_a_file_of_another_model_is_refused_by_name(trained: Trained, tmp_path: Path) -> None:
+    store.save(trained, tmp_path, "a" * 64)
+    with pytest.raises(Mismatch, match=r"lookahead\.safetensors: made for model aaaaaaaaaaaa, but this one is bbbbbbbbbbbb"):
+        store.load(tmp_path, "b" * 64, (0, 1, 2))
+
+
+def test_missing_damaged_and_foreign_files_are_refused(trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(Mismatch, match="not found"):
+        store.load(tmp_path, "a", (0,))
+    path = store.save(trained, tmp_path, "a")
+    with pytest.raises(Mismatch, match="cannot be read"):
+        store.load(tmp_path, "a", (0, 9))  # it knows no layer 9
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(Mismatch, match="cannot be read"):
+        store.load(tmp_path, "a", (0,))
+
+
+TEXT = "".join(f"Document {i} says that {i} times {i} is {i * i}, and more of it.<|endoftext|>\n" for i in range(24))
+
+
+def test_train_then_eval_from_the_command_line(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from forefetch import cli
+
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("qwen2-shared"), folder)
+    files = [tmp_path / "code.txt", tmp_path / "prose.txt"]
+    for file in files:
+        file.write_text(TEXT)
+    shared = ["--model", str(folder), "--text", *map(str, files), "--context", "64", "--threads", "1"]
+    options = ["--tokens", "1500", "--generate", "300", "--epochs", "1", "--rank", "4"]
+    assert cli.main(["lookahead", "train", *shared, *options]) == 0
+    assert "slots@k+2 on documents kept aside" in capfd.readouterr().out
+    assert cli.main(["lookahead", "eval", *shared, "--json"]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert list(answer) == ["code", "prose"]
+    for found in answer.values():
+        for distance in ("L+1", "L+2"):
+            assert set(found[distance]) == {"slots@k", "slots@k+2", "whole_set"}
+            assert all(0.0 <= share <= 1.0 for share in found[distance].values())
+            assert found["layers"][distance]
+        assert found["control"] == 1.0
+    assert cli.main(["lookahead", "eval", *shared]) == 0
+    assert "previous token" in capfd.readouterr().out
+
+
+def test_wrong_input_is_one_line_and_a_status(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from router_service.lookahead.__main__ import main
+
+    text = tmp_path / "t.txt"
+    model = ["--model", str(checkpoint("qwen3")), "--text", str(text)]
+    assert main(["eval", *model]) == 1  # no heads yet
+    assert "lookahead.safetensors: not found" in capfd.readouterr().err
+    assert main(["train", *model]) == 2
+    assert "--text t.txt: cannot be read" in capfd.readouterr().err
+    text.write_text("One document alone, which cannot be split into two.")
+    assert main(["train", *model, "--generate", "0"]) == 2
+    assert "at least two documents" in capfd.readouterr().err
