@@ -51,12 +51,17 @@ def run(args: argparse.Namespace) -> int:
     model = args.model or default_model()
     config = replace(build(ClusterConfig, {**vars(args), "model": model}), port=0, metrics_port=0)
     console = Console(highlight=False)
-    console.print(f"Starting a router, {config.workers} expert workers and a KV service for [bold]{escape(model)}[/] ...")
+    console.print(f"Starting {_parts(config)} for [bold]{escape(model)}[/] ...", soft_wrap=True)
     with up.start(config, Console(stderr=True, highlight=False)) as cluster:
         answers = asyncio.run(_converse(cluster.address, args, console))
     _report(answers, console)
     _hints(model, args.html, console)
     return 0
+
+
+def _parts(config: ClusterConfig) -> str:
+    workers = " with the experts" if config.link == "local" else f", {config.workers} expert workers"
+    return f"a router{workers}{' and a KV service' if config.kv else ''}"
 
 
 def default_model() -> str:
@@ -95,12 +100,12 @@ async def _chat(client: Client) -> Prompt:
 def _report(answers: dict[str, Completion], console: Console) -> None:
     console.rule(style="dim")
     table = Table(box=None, padding=(0, 2))
-    for heading in ("", "prompt", "answer", "TTFT ms", "TPOT p50 ms", "TPOT p99 ms", "tokens/s"):
+    for heading in ("", "prompt", "answer", "TTFT", "TPOT p50", "TPOT p99", "tokens/s"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name, answer in answers.items():
         usage, speed = answer.usage, generate.rate(answer)
-        cells = [f"{answer.ttft_ms:.1f}", *(f"{ms:.2f}" if ms else "" for ms in (answer.tpot_ms_p50, answer.tpot_ms_p99))]
-        cells.append(f"{speed:.1f}" if speed else "")
+        times = (answer.ttft_ms, answer.tpot_ms_p50, answer.tpot_ms_p99)
+        cells = [*(f"{ms:.2f} ms" if ms else "" for ms in times), f"{speed:.1f}" if speed else ""]
         table.add_row(name, str(usage.prompt_tokens), str(usage.completion_tokens), *cells)
     console.print(table)
     parts = show.mean_parts([timings for answer in answers.values() for timings in answer.timings[1:]])
@@ -112,9 +117,13 @@ def _report(answers: dict[str, Completion], console: Console) -> None:
 
 def _hints(model: str, html: Path | None, console: Console) -> None:
     if html:
-        console.print(f"\nThe waterfall of the code answer, step by step: [bold]{escape(str(html))}[/]")
+        console.print(f"\nThe waterfall of the code answer, step by step: [bold]{escape(str(html))}[/]", soft_wrap=True)
+    steps = (
+        (f"forefetch up --model {model}", "a cluster that stays"),
+        ('forefetch generate --chat "Hello"', "ask it"),
+        ("forefetch trace REQUEST_ID --html trace.html", "one request, layer by layer, worker by worker"),
+        ("forefetch stats", "counters, quantiles, workers, KV service"),
+    )
     console.print("\nNext:")
-    console.print(f"  forefetch up --model {escape(model)}             a cluster that stays")
-    console.print('  forefetch generate --chat "Hello"                ask it')
-    console.print("  forefetch trace REQUEST_ID --html trace.html     one request, layer by layer and worker by worker")
-    console.print("  forefetch stats                                  counters, quantiles, workers, KV service")
+    for command, meaning in steps:
+        console.print(f"  {escape(command)}    [dim]# {meaning}[/]", soft_wrap=True)

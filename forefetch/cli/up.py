@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 def start(config: ClusterConfig, console: Console, *, verbose: bool = False) -> Cluster:
     """Starts a cluster behind a progress bar. Raises what Cluster.start raises."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("starting the services", total=None)
 
         def advance(name: str, ready: int, count: int) -> None:

@@ -50,6 +50,15 @@ def idle(router: Router) -> bool:
     return stats.running == 0 and stats.waiting == 0 and stats.pages_used == 0
 
 
+def fill(router: Router) -> list[Background]:
+    """MAX_BATCH long streams, all of them running. One after the other: a burst would find the short queue full."""
+    streams = []
+    for count in range(1, MAX_BATCH + 1):
+        streams.append(Background(router, PROMPT, LONG))
+        until(lambda wanted=count: router.stats().running == wanted)  # type: ignore[misc]
+    return streams
+
+
 def test_a_cancelled_request_frees_its_pages(router: Router) -> None:
     before = router.stats().requests_failed["CANCELLED"]
     stream = Background(router, PROMPT, LONG)
@@ -65,8 +74,7 @@ def test_a_cancelled_request_frees_its_pages(router: Router) -> None:
 
 
 def test_a_waiting_request_can_be_cancelled(router: Router) -> None:
-    running = [Background(router, PROMPT, LONG) for _ in range(MAX_BATCH)]
-    until(lambda: router.stats().running == MAX_BATCH)
+    running = fill(router)
     waiting = Background(router, PROMPT, LONG)
     until(lambda: router.stats().waiting == 1)
     waiting.call.cancel()
@@ -90,8 +98,7 @@ def test_a_deadline_ends_the_request_and_frees_its_pages(router: Router, cluster
 
 
 def test_overload_is_refused_with_a_time_to_come_back(router: Router, oracle: Callable[[str], Oracle]) -> None:
-    streams = [Background(router, PROMPT, LONG) for _ in range(MAX_BATCH)]
-    until(lambda: router.stats().running == MAX_BATCH)
+    streams = fill(router)
     streams += [Background(router, PROMPT, LONG) for _ in range(MAX_WAITING)]
     until(lambda: router.stats().waiting == MAX_WAITING)
     with pytest.raises(grpc.RpcError) as caught:
@@ -212,7 +219,7 @@ def test_a_worker_of_another_model_is_refused(start: Start, checkpoint: Callable
 def test_a_stopped_router_finishes_what_runs_and_refuses_the_rest(start: Start, oracle: Callable[[str], Oracle]) -> None:
     cluster = start(CASE, link="shm", router=FLAGS)
     router = Router(cluster.address)
-    streams = [Background(router, PROMPT, LONG) for _ in range(MAX_BATCH)]
+    streams = fill(router)
     for stream in streams:
         stream.wait_for(3)
     cluster.processes["router"].signal(signal.SIGTERM)
