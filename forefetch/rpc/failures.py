@@ -151,6 +151,7 @@ def aio_handler(method: F) -> F:
     @functools.wraps(method)
     async def unary(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
+            _check_parsed(request)
             return await cast(Awaitable[Any], method(self, request, context))
         except Exception as error:
             await _aio_abort(context, error)
@@ -158,6 +159,7 @@ def aio_handler(method: F) -> F:
     @functools.wraps(method)
     async def stream(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
+            _check_parsed(request)
             async for reply in method(self, request, context):
                 yield reply
         except Exception as error:
@@ -171,3 +173,34 @@ async def _aio_abort(context: grpc.aio.ServicerContext[Any, Any], error: Excepti
         raise error
     status = status_of(error)
     await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+class _Unparsed:
+    """Stands for a request whose bytes are no message, until a handler can say so."""
+
+
+def _check_parsed(request: Any) -> None:
+    if isinstance(request, _Unparsed):
+        raise BadRequest("request", "is not a message of this call")
+
+
+class Parsing(grpc.aio.ServerInterceptor):
+    """Bytes that are no message end in BadRequest. grpc.aio by itself shows the parser's exception to the caller, as UNKNOWN.
+
+    For unary requests to our own services, whose handlers are all wrapped by `aio_handler`.
+    """
+
+    async def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(details)
+        if handler is None or handler.request_streaming or not details.method.startswith("/forefetch."):
+            return handler
+        parse = handler.request_deserializer
+
+        def tolerant(data: bytes) -> Any:
+            try:
+                return parse(data)
+            except DecodeError:
+                return _Unparsed()
+
+        return handler._replace(request_deserializer=tolerant)

@@ -19,6 +19,7 @@ import grpc.aio
 
 from forefetch.errors import ConfigError
 from forefetch.rpc.channels import server_credentials, server_options, tls_of
+from forefetch.rpc.failures import Parsing
 from forefetch.rpc.program import announce
 from forefetch.settings import ServiceConfig
 
@@ -272,7 +273,7 @@ async def serve_aio(
     registry: CollectorRegistry | None = None,
 ) -> AioServer:
     """`serve_sync` for an asyncio server."""
-    server = grpc.aio.server(options=server_options())
+    server = grpc.aio.server(options=server_options(), interceptors=(Parsing(),))
     register(server)
     _enable_reflection(config, (name,), server)
     served = AioServer(config, name, server, on_drain, busy, registry)
