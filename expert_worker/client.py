@@ -50,11 +50,11 @@ def connect(
         if link == "shm" or (link == "auto" and info.shm_domain and info.shm_domain == shm.domain()):
             try:
                 return ShmLink(address, info, channel, max_rows, timeout_s, spin_ns(spin_us, info.shards))
-            except (Mismatch, Unavailable) as error:
+            except Mismatch as error:
                 if link == "shm":
                     raise
                 log.warning("worker %s: no shared memory, using gRPC: %s", address, error)
-        return GrpcLink(address, info, channel, max_rows)
+        return GrpcLink(address, info, channel, max_rows, timeout_s)
     except BaseException:
         channel.close()
         raise

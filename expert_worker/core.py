@@ -141,7 +141,7 @@ class Core:
         try:
             call = wire.decode_request(request, self._shape)
             out = wire.reply_rows(reply, len(call.x), self.info.hidden_size, self.info.dtype)
-            return wire.encode_reply(reply, call.step, call.layer, out, *self.forward(call, out))
+            return wire.encode_reply(reply, call, *self.forward(call, out))
         except ForefetchError as error:
             return self.refuse(request, reply, error)
         except Exception:

@@ -82,6 +82,9 @@ class Experts:
         layer = self.layers.get(call.layer)
         if layer is None:
             raise BadRequest("layer", f"layer {call.layer} has no routed experts")
+        if not len(call.pair_row):
+            out.zero_()
+            return 0
         x = call.x.to(self.weights.w13.device)
         pairs = Pairs(call.pair_row, self._places(call), call.pair_weight, len(x), x.device)
         self.load[layer, pairs.experts] += pairs.counts

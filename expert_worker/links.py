@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from queue import SimpleQueue
 from time import monotonic, perf_counter_ns
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import grpc
 import torch
@@ -16,6 +17,8 @@ from forefetch import rpc, shm, wire
 from forefetch.errors import ForefetchError, LinkDown, Mismatch, Unavailable
 from forefetch.v1 import expert_pb2, expert_pb2_grpc
 from forefetch.wire import LayerCall, LayerReply
+
+R = TypeVar("R")
 
 FORWARD = "/forefetch.v1.ExpertService/Forward"
 _WATCH_S = 0.05  # how late a missed deadline may be noticed on a gRPC link
@@ -112,8 +115,8 @@ class GrpcLink(Link):
 
     kind = "grpc"
 
-    def __init__(self, address: str, info: WorkerInfo, channel: grpc.Channel, max_rows: int) -> None:
-        """Mismatch when frames of `max_rows` rows exceed gRPC's message limit."""
+    def __init__(self, address: str, info: WorkerInfo, channel: grpc.Channel, max_rows: int, timeout_s: float) -> None:
+        """Mismatch when `max_rows` rows exceed gRPC's message limit, Unavailable when the worker does not admit us."""
         super().__init__(address, info)
         request, reply = info.request_room(max_rows), info.reply_room(max_rows)
         if max(request, reply) + wire.HEADROOM > rpc.MESSAGE_LIMIT:
@@ -125,6 +128,10 @@ class GrpcLink(Link):
         self._closed = threading.Event()
         stream: Any = channel.stream_stream(FORWARD)  # raw messages: `wire` seals and unseals them
         self._replies = stream(iter(self._messages.get, None))
+        _within(timeout_s, self._replies, self._replies.initial_metadata)
+        if not self._replies.is_active():
+            self.close()
+            raise _refusal(self._replies)
         threading.Thread(target=self._watch, name=f"watch-{address}", daemon=True).start()
 
     def _watch(self) -> None:
@@ -149,6 +156,8 @@ class GrpcLink(Link):
             raise LinkDown(-1, late if monotonic() > deadline else str(rpc.error_of(error)) or _GONE) from None
         finally:
             self._deadline = 0.0
+        if len(frame) > len(self._inbox):
+            raise Mismatch(f"the worker answered with {len(frame)} bytes, more than agreed on")
         place = self._inbox[: len(frame)]
         place[:] = frame
         return wire.decode_reply(place, call)
@@ -169,7 +178,7 @@ class ShmLink(Link):
     def __init__(
         self, address: str, info: WorkerInfo, channel: grpc.Channel, max_rows: int, timeout_s: float, spin: int
     ) -> None:
-        """Mismatch when the worker cannot reach our shared memory, Unavailable when there is none left."""
+        """Mismatch when there is no shared memory left or the worker cannot reach it, Unavailable when it does not admit us."""
         super().__init__(address, info)
         shm.reclaim()
         self._segment = segment = shm.Segment.create(info.request_room(max_rows), info.reply_room(max_rows))
@@ -177,24 +186,17 @@ class ShmLink(Link):
         hello = expert_pb2.OpenShmRequest(segment=segment.name, nonce=segment.nonce)
         self._alive = cast(Any, expert_pb2_grpc.ExpertServiceStub(channel).OpenShm(iter((hello,))))
         try:
-            self._greet(timeout_s)
-        finally:
-            segment.unlink()
-        self._alive.add_done_callback(self._ended)
-
-    def _greet(self, timeout_s: float) -> None:
-        late = threading.Timer(timeout_s, self._alive.cancel)
-        late.start()
-        try:
-            answer = next(self._alive)
+            answer = _within(timeout_s, self._alive, lambda: next(self._alive))
+        except grpc.RpcError as error:
+            raise _refusal(error) from None
         except StopIteration:
             raise Unavailable(_GONE) from None
-        except grpc.RpcError as error:
-            raise rpc.error_of(error) from None
         finally:
-            late.cancel()
-        if answer.instance_id != self.info.instance_id:
+            segment.unlink()
+        if answer.instance_id != info.instance_id:
+            self._alive.cancel()
             raise Unavailable("the worker was restarted meanwhile")
+        self._alive.add_done_callback(self._ended)
 
     def _ended(self, _: object) -> None:
         self._down = self._down or _GONE
@@ -221,3 +223,21 @@ class ShmLink(Link):
         self._down = self._down or "the link was closed"
         self._alive.cancel()
         self._channel.close()
+
+
+def _within(timeout_s: float, call: Any, wait: Callable[[], R]) -> R:
+    """What `wait`, a blocking read of `call`, returns. A stream has no deadline for its start alone: a timer cancels it."""
+    late = threading.Timer(timeout_s, call.cancel)
+    late.start()
+    try:
+        return wait()
+    finally:
+        late.cancel()
+
+
+def _refusal(error: Any) -> Mismatch | Unavailable:
+    """Why a stream did not come up, as `connect` says it."""
+    if error.code() is grpc.StatusCode.CANCELLED:
+        return Unavailable("the worker did not answer in time")
+    meant = rpc.error_of(error)
+    return meant if isinstance(meant, Mismatch | Unavailable) else Unavailable(str(meant))

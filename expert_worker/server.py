@@ -125,6 +125,7 @@ class ExpertService:
     def forward(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answers frame after frame; one that is malformed gets an error frame, and the stream goes on."""
         with self._admitted() as core:
+            context.send_initial_metadata(())  # tells the router that it was admitted
             rows = core.info.max_rows
             inbox = wire.buffer(core.info.request_room(rows))
             outbox = wire.buffer(wire.HEADROOM + core.info.reply_room(rows))

@@ -1,0 +1,123 @@
+"""The core without a transport: order of the queue, times, defects."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from expert_worker.core import Core, Turn, WorkerInfo
+from forefetch import wire
+from forefetch.errors import BadRequest, ForefetchError, Mismatch
+from forefetch.wire import LayerCall
+
+INFO = WorkerInfo("digest", "model", 0, 1, {0: (0, 1)}, 4, torch.float32, "cpu", "instance", 8)
+
+
+class Script:
+    """Experts that wait, add one, or break."""
+
+    load = torch.zeros(1, 2, dtype=torch.int64).numpy()
+    weight_bytes = 0
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.order: list[int] = []
+        self.error: Exception | None = None
+
+    def forward(self, call: LayerCall, out: Tensor) -> int:
+        self.order.append(call.step)
+        self.gate.wait(10.0)
+        if self.error:
+            raise self.error
+        out.copy_(call.x + 1)
+        return 7
+
+
+def a_call(step: int = 1) -> LayerCall:
+    return LayerCall(
+        step, 0, torch.randn(2, 4), torch.tensor([0], dtype=torch.int32), torch.tensor([1], dtype=torch.int32), torch.ones(1)
+    )
+
+
+def answered(core: Core, call: LayerCall) -> wire.LayerReply:
+    request, reply = wire.buffer(INFO.request_room(8)), wire.buffer(INFO.reply_room(8))
+    size = wire.encode_request(request, call)
+    return wire.decode_reply(reply[: core.answer(request[:size], reply)], call)
+
+
+def test_calls_are_answered_and_counted() -> None:
+    core = Core(INFO, Script())
+    call = a_call()
+    reply = answered(core, call)
+    assert torch.equal(reply.rows, call.x + 1)
+    assert reply.copy_wait_ns == 7
+    assert reply.compute_ns > 0
+    assert (core.calls, core.rows, core.pairs, core.errors) == (1, 2, 1, 0)
+    assert core.compute_ns == reply.compute_ns
+    assert not core.busy
+
+
+def test_the_queue_is_in_order_and_measured() -> None:
+    script = Script()
+    core = Core(INFO, script)
+    script.gate.clear()
+    replies: dict[int, wire.LayerReply] = {}
+    routers = [threading.Thread(target=lambda n=n: replies.update({n: answered(core, a_call(n))})) for n in range(6)]
+    for waiting, router in enumerate(routers):
+        router.start()
+        until = time.monotonic() + 10
+        while len(core._turn._waiting) + len(script.order) <= waiting and time.monotonic() < until:
+            time.sleep(0.001)
+    assert core.busy
+    script.gate.set()
+    for router in routers:
+        router.join(10.0)
+    assert script.order == list(range(6))
+    queued = [replies[n].queue_ns for n in range(6)]
+    assert queued[0] < 10**8
+    assert all(ns > 0 for ns in queued[1:])
+    assert not core.busy
+
+
+def test_a_turn_is_passed_on_after_an_error() -> None:
+    turn = Turn()
+    with pytest.raises(KeyError), turn:
+        raise KeyError
+    with turn:
+        assert turn.taken
+    assert not turn.taken
+
+
+@pytest.mark.parametrize("error", [BadRequest("layer", "no such layer"), Mismatch("other"), ForefetchError("said")])
+def test_refusals_travel(error: ForefetchError) -> None:
+    script = Script()
+    script.error = error
+    core = Core(INFO, script)
+    with pytest.raises(type(error), match=str(error)):
+        answered(core, a_call())
+    assert core.errors == 1
+    script.error = None
+    answered(core, a_call())
+
+
+def test_a_defect_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    script = Script()
+    script.error = ZeroDivisionError("/secret/path")
+    with pytest.raises(ForefetchError, match=r"^internal error$"):
+        answered(Core(INFO, script), a_call())
+    assert "/secret/path" in caplog.text
+
+
+def test_a_reply_that_does_not_fit_the_link_is_refused() -> None:
+    core = Core(INFO, Script())
+    call = LayerCall(1, 0, torch.randn(8, 4), *(torch.empty(0, dtype=d) for d in (torch.int32, torch.int32, torch.float32)))
+    request, reply = wire.buffer(INFO.request_room(8)), wire.buffer(wire.ERROR_FRAME_BYTES)
+    size = wire.encode_request(request, call)
+    small = reply[: wire.HEADER_BYTES + 100]
+    with pytest.raises(BadRequest, match="rows"):
+        wire.decode_reply(small[: core.answer(request[:size], small)], call)

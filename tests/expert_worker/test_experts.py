@@ -1,0 +1,135 @@
+"""Experts of real checkpoints: what is read, what is computed, and that slots change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from expert_worker.config import ExpertConfig
+from expert_worker.core import load
+from expert_worker.experts import Experts
+from forefetch.errors import BadRequest
+from forefetch.kernels.grouped_mlp import reference
+from forefetch.placement import shard_of
+from forefetch.spec import ModelSpec
+from forefetch.weights import Checkpoint, load_expert
+from forefetch.wire import LayerCall
+
+Folder = Callable[[str], Path]
+CPU = torch.device("cpu")
+
+
+def experts_of(folder: Path, held: tuple[int, ...], slots: int = 10**6, dtype: torch.dtype = torch.float32) -> Experts:
+    return Experts(ModelSpec.load(folder), Checkpoint(folder), held, device=CPU, dtype=dtype, slots=slots)
+
+
+def a_call(
+    spec: ModelSpec, held: tuple[int, ...], layer: int, rows: int, seed: int, dtype: torch.dtype = torch.float32
+) -> LayerCall:
+    draw = torch.Generator().manual_seed(seed)
+    k = min(spec.top_k, len(held))
+    expert = torch.stack([torch.tensor(held)[torch.randperm(len(held), generator=draw)[:k]] for _ in range(rows)]).flatten()
+    row = torch.arange(rows, dtype=torch.int32).repeat_interleave(k)
+    x = torch.randn(rows, spec.hidden_size, generator=draw).to(dtype)
+    return LayerCall(seed, layer, x, row, expert.int(), torch.rand(rows * k, generator=draw))
+
+
+def forward(experts: Experts, call: LayerCall) -> Tensor:
+    out = torch.full_like(call.x, torch.nan)
+    experts.forward(call, out)
+    return out
+
+
+@pytest.mark.parametrize("name", ["qwen3", "granite"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_shards_add_up_to_the_model_and_read_only_their_own(name: str, shards: int, checkpoint: Folder) -> None:
+    folder = checkpoint(name)
+    spec, whole = ModelSpec.load(folder), Checkpoint(folder)
+    everyone = tuple(range(spec.num_experts))
+    layer = spec.moe_layers[-1]
+    call = a_call(spec, everyone, layer, 9, seed=1)
+    w13, w2 = (torch.stack(part) for part in zip(*(load_expert(whole, spec, layer, e) for e in everyone), strict=True))
+    total = torch.zeros_like(call.x)
+    for held in shard_of(spec.num_experts, shards):
+        files = Checkpoint(folder)
+        experts = Experts(spec, files, held, device=CPU, dtype=torch.float32, slots=10**6)
+        keep = torch.isin(call.pair_expert, torch.tensor(held))
+        part = LayerCall(1, layer, call.x, call.pair_row[keep], call.pair_expert[keep], call.pair_weight[keep])
+        total += forward(experts, part)
+        expert_bytes = 3 * spec.hidden_size * spec.expert_width * 4
+        assert sum(files.read_log.values()) == len(held) * len(spec.moe_layers) * expert_bytes
+        assert experts.load.sum() == keep.sum()
+    expected = reference(call.x, w13, w2, call.pair_row, call.pair_expert, call.pair_weight)
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("slots", [1, 3, 8, 13])
+def test_answers_do_not_depend_on_slots_to_the_bit(slots: int, dtype: torch.dtype, checkpoint: Folder) -> None:
+    folder = checkpoint("qwen3")
+    spec = ModelSpec.load(folder)
+    held = tuple(range(1, spec.num_experts))
+    resident, few = experts_of(folder, held, dtype=dtype), experts_of(folder, held, slots, dtype)
+    few.weights.w13.fill_(torch.nan)  # what a slot held before must not matter
+    few.weights.w2.fill_(torch.nan)
+    for seed in range(12):
+        layer = spec.moe_layers[seed * 7 % len(spec.moe_layers)]
+        call = a_call(spec, held, layer, rows=(1, 5, 40)[seed % 3], seed=seed, dtype=dtype)
+        expected = forward(resident, call)
+        assert not expected.isnan().any()
+        assert torch.equal(forward(few, call), expected)
+        assert torch.equal(forward(few, call), expected)
+    assert few.slots is not None
+    assert few.slots.misses > 0
+    assert (few.load == 2 * resident.load).all()
+
+
+def test_a_failed_copy_is_repeated_by_the_next_call(checkpoint: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoint("qwen3")
+    spec = ModelSpec.load(folder)
+    held = tuple(range(spec.num_experts))
+    call = a_call(spec, held, spec.moe_layers[0], 6, seed=3)
+    few = experts_of(folder, held, 4)
+    few.weights.w13.fill_(torch.nan)
+
+    def fail(slot: int, w13: Tensor, w2: Tensor) -> None:
+        raise OSError("copy failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(few, "_fill", fail)
+        with pytest.raises(OSError, match="copy failed"):
+            forward(few, call)
+    assert torch.equal(forward(few, call), forward(experts_of(folder, held), call))
+
+
+def test_layers_and_experts_that_are_not_held_are_refused_by_name(checkpoint: Folder) -> None:
+    folder = checkpoint("qwen3")
+    spec = ModelSpec.load(folder)
+    experts = experts_of(folder, (2, 3))
+    good = a_call(spec, (2, 3), spec.moe_layers[0], 2, seed=1)
+    with pytest.raises(BadRequest, match="layer 99"):
+        forward(experts, LayerCall(1, 99, good.x, good.pair_row, good.pair_expert, good.pair_weight))
+    for wrong in (0, spec.num_experts, -1, 2**31 - 1, -(2**31)):
+        expert = good.pair_expert.clone()
+        expert[1] = wrong
+        with pytest.raises(BadRequest, match=f"pair_expert: expert {wrong} "):
+            forward(experts, LayerCall(1, good.layer, good.x, good.pair_row, expert, good.pair_weight))
+    assert experts.load.sum() == 0
+
+
+def test_settings_make_a_core(checkpoint: Folder) -> None:
+    folder = checkpoint("qwen3")
+    seen: list[tuple[int, int]] = []
+    core = load(ExpertConfig(model=str(folder), shard=1, shards=3, slots="50%"), lambda done, total: seen.append((done, total)))
+    spec = ModelSpec.load(folder)
+    held = shard_of(spec.num_experts, 3)[1]
+    assert core.info.layers == dict.fromkeys(spec.moe_layers, held)
+    assert core.info.dtype == torch.float32
+    total = len(held) * len(spec.moe_layers)
+    assert seen == [(i + 1, total) for i in range(total)]
+    one = 3 * spec.hidden_size * spec.expert_width * 4
+    assert core.experts.weight_bytes == (total + total // 2) * one

@@ -1,0 +1,287 @@
+"""Routers and a worker process: right answers over each link, clear refusals, several routers at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import struct
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from worker_calls import WIRED, Model
+
+from expert_worker import client, server
+from expert_worker.core import Core, WorkerInfo
+from expert_worker.links import GrpcLink
+from forefetch import rpc, shm, wire
+from forefetch.errors import BadRequest, ForefetchError, Mismatch, Unavailable
+from forefetch.process import Process
+from forefetch.settings import ServiceConfig
+from forefetch.v1 import expert_pb2, expert_pb2_grpc
+from forefetch.wire import LayerCall
+
+
+def check(link: client.Link, model: Model, call: LayerCall) -> None:
+    link.submit(call)
+    reply = link.collect(20.0)
+    torch.testing.assert_close(reply.rows, model.answer(call), rtol=1e-5, atol=1e-5)
+    assert reply.rows.dtype == call.x.dtype
+    assert 0 < reply.compute_ns < reply.round_trip_ns
+
+
+@pytest.mark.parametrize("kind", WIRED)
+def test_answers_are_right_at_every_size(kind: str, model: Model, worker: Process) -> None:
+    with closing(model.connect(worker.address, kind)) as link:
+        assert link.kind == kind
+        assert link.info.layers == dict.fromkeys(model.spec.moe_layers, tuple(range(model.spec.num_experts)))
+        for rows in (1, 5, 64, 0, 2, 33, 1):
+            check(link, model, model.call(rows))
+
+
+def test_a_local_link_is_a_link_like_the_others(model: Model) -> None:
+    with closing(client.local(client.ExpertConfig(model=str(model.folder)))) as link:
+        assert link.kind == "local"
+        check(link, model, model.call(7))
+        refusals(link, model)
+
+
+@pytest.mark.parametrize("kind", WIRED)
+def test_a_refused_call_leaves_the_link_usable(kind: str, model: Model, worker: Process) -> None:
+    with closing(model.connect(worker.address, kind)) as link:
+        refusals(link, model)
+        with pytest.raises(BadRequest, match="rows"):
+            link.submit(model.call(1000))
+        check(link, model, model.call(3))
+        for change, names in (
+            ({"pair_row": torch.tensor([0, 0, 1, 9], dtype=torch.int32)}, "pair_row"),
+            ({"pair_weight": torch.tensor([0.5, torch.nan, 0.5, 0.5])}, "pair_weight"),
+        ):
+            link.submit(dataclasses.replace(model.call(2), **change))
+            with pytest.raises(BadRequest, match=names):
+                link.collect(10.0)
+        check(link, model, model.call(3))
+
+
+def refusals(link: client.Link, model: Model) -> None:
+    """What every kind of link refuses, and how one misuses it."""
+    with pytest.raises(RuntimeError, match="no call"):
+        link.collect(1.0)
+    call = model.call(2)
+    for x in (call.x.bfloat16(), call.x[:, 1:]):
+        with pytest.raises(Mismatch, match="rows are"):
+            link.submit(dataclasses.replace(call, x=x))
+    for wrong in ({"layer": 99}, {"pair_expert": torch.full((4,), 99, dtype=torch.int32)}):
+        link.submit(dataclasses.replace(call, **wrong))  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="not been collected"):
+            link.submit(call)
+        with pytest.raises(BadRequest, match="99"):
+            link.collect(10.0)
+    check(link, model, model.call(2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"digest": "0" * 64}, "another model"),
+        ({"hidden": 32}, "the router's 32 x"),
+        ({"dtype": torch.bfloat16}, "torch.bfloat16"),
+        ({"max_rows": 257}, "--max-rows"),
+    ],
+)
+def test_a_worker_that_does_not_fit_is_refused(changes: dict[str, Any], message: str, model: Model, worker: Process) -> None:
+    with pytest.raises(Mismatch, match=message):
+        model.connect(worker.address, "auto", **changes)
+
+
+def test_frames_beyond_grpcs_limit_are_refused_at_once(model: Model, worker: Process) -> None:
+    with closing(model.connect(worker.address, "grpc")) as link:
+        info = link.info
+    with rpc.channel(worker.address) as channel, pytest.raises(Mismatch, match="gRPC carries"):
+        GrpcLink(worker.address, info, channel, 10**6, 1.0)
+
+
+def test_nobody_there_and_somebody_else_there(model: Model) -> None:
+    with pytest.raises(Unavailable):
+        model.connect("127.0.0.1:9", "auto", timeout_s=2.0)
+    other = rpc.serve_sync(ServiceConfig(), "other.Service", lambda server: None, max_workers=2)
+    try:
+        with pytest.raises(Mismatch, match="not an expert worker"):
+            model.connect(other.address, "auto")
+    finally:
+        other.stop()
+
+
+@pytest.mark.skipif(bool(shm.unsupported()), reason=shm.unsupported())
+def test_auto_takes_shared_memory_only_where_both_see_the_same(
+    model: Model, worker: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(model.connect(worker.address, "auto")) as link:
+        assert link.kind == "shm"
+        domain = link.info.shm_domain
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(shm, "domain", lambda: "another host")
+        with closing(model.connect(worker.address, "auto")) as link:
+            assert link.kind == "grpc"
+    with monkeypatch.context() as mistaken, caplog.at_level(logging.WARNING):
+        mistaken.setattr(shm, "FOLDER", tmp_path)  # same domain, it seems, and yet the worker finds nothing
+        mistaken.setattr(shm, "domain", lambda: domain)
+        with closing(model.connect(worker.address, "auto")) as link:
+            assert link.kind == "grpc"
+            check(link, model, model.call())
+        assert "no shared memory, using gRPC" in caplog.text
+        with pytest.raises(Mismatch, match="segment"):
+            model.connect(worker.address, "shm")
+        assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(shm, "unsupported", lambda: "not on this machine")
+    with pytest.raises(Mismatch, match="not on this machine"):
+        model.connect(worker.address, "shm")
+
+
+def test_routers_at_once_get_their_own_answers(model: Model, worker: Process) -> None:
+    calls = {name: [model.call(rows) for rows in (1, 17, 64, 3) * 8] for name in ("shm", "grpc", "auto")}
+    expected = {name: [model.answer(call) for call in each] for name, each in calls.items()}
+    failures: list[BaseException] = []
+
+    def route(name: str) -> None:
+        try:
+            with closing(model.connect(worker.address, name if name == "grpc" else "auto")) as link:
+                for call, rows in zip(calls[name], expected[name], strict=True):
+                    link.submit(call)
+                    torch.testing.assert_close(link.collect(30.0).rows, rows, rtol=1e-5, atol=1e-5)
+        except BaseException as error:
+            failures.append(error)
+
+    routers = [threading.Thread(target=route, args=(name,)) for name in calls]
+    for router in routers:
+        router.start()
+    for router in routers:
+        router.join(60.0)
+    assert failures == []
+
+
+def header(**changes: int) -> bytes:
+    values = {"magic": wire.MAGIC, "kind": 1, "dtype": 1, "step": 7, "layer": 0, "rows": 0, "hidden": 64, "pairs": 0, "body": 0}
+    v = {**values, **changes}
+    first = struct.pack("<IHHQIIII", *(v[k] for k in ("magic", "kind", "dtype", "step", "layer", "rows", "hidden", "pairs")))
+    return first + struct.pack("<QQQII32x", 0, 0, 0, 0, v["body"])
+
+
+def test_malformed_frames_get_error_frames_and_the_stream_goes_on(model: Model, worker: Process) -> None:
+    frames = {
+        b"": 3,
+        b"short": 3,
+        bytes(96): 3,
+        header(magic=1): 3,
+        header(kind=2): 3,
+        header(dtype=9): 3,
+        header(dtype=3): 9,
+        header(hidden=65): 9,
+        header(rows=2**32 - 1): 3,
+        header(pairs=2**32 - 1): 3,
+        header(rows=2, body=512): 3,
+        header(layer=99): 3,
+        header() + bytes(2**10): 0,  # trailing bytes do no harm
+        bytes(2**22): 3,
+        header(step=8): 0,
+    }
+    with rpc.channel(worker.address) as channel:
+        requests = (expert_pb2.ForwardRequest(frame=frame) for frame in frames)
+        replies = list(expert_pb2_grpc.ExpertServiceStub(channel).Forward(requests, timeout=30.0))
+    assert len(replies) == len(frames)
+    for (frame, status), reply in zip(frames.items(), replies, strict=True):
+        said = wire.HEADER.unpack_from(reply.frame)
+        assert said[1] == (wire.ERROR if status else wire.REPLY), frame[:64]
+        assert said[11] == status, (frame[:64], reply.frame[96:])
+        assert b"/" not in reply.frame[96:], "no paths, no internals"
+
+
+def test_openshm_refuses_what_it_cannot_map(worker: Process) -> None:
+    with rpc.channel(worker.address) as channel:
+        stub = expert_pb2_grpc.ExpertServiceStub(channel)
+
+        def refusal(*requests: expert_pb2.OpenShmRequest) -> ForefetchError:
+            with pytest.raises(grpc.RpcError) as caught:
+                list(stub.OpenShm(iter(requests), timeout=10.0))
+            return rpc.error_of(caught.value)
+
+        assert isinstance(refusal(), BadRequest)
+        for name in ("", "../../etc/passwd", "forefetch-" + "0" * 32):
+            error = refusal(expert_pb2.OpenShmRequest(segment=name, nonce=bytes(16)))
+            assert isinstance(error, Mismatch)
+            assert "passwd" not in str(error)
+
+
+def test_describe_stats_metrics_and_health(model: Model, worker: Process) -> None:
+    with rpc.channel(worker.address) as channel, closing(model.connect(worker.address, "grpc")) as link:
+        stub = expert_pb2_grpc.ExpertServiceStub(channel)
+        before = stub.GetStats(expert_pb2.ExpertServiceGetStatsRequest(), timeout=10.0)
+        call = model.call(5)
+        check(link, model, call)
+        after = stub.GetStats(expert_pb2.ExpertServiceGetStatsRequest(), timeout=10.0)
+        assert (after.calls - before.calls, after.rows - before.rows, after.pairs - before.pairs) == (1, 5, 10)
+        assert after.routers >= 1
+        assert after.compute_ns > before.compute_ns
+        assert after.uptime_s > before.uptime_s > 0
+        grown = {
+            (layer.layer, expert): pairs - old
+            for layer, was in zip(after.load, before.load, strict=True)
+            for expert, pairs, old in zip(layer.experts, layer.pairs, was.pairs, strict=True)
+            if pairs != old
+        }
+        counts = torch.bincount(call.pair_expert)
+        assert grown == {(call.layer, e): int(n) for e, n in enumerate(counts) if n}
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", server.SERVICE):
+            state = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10.0).status
+            assert state == health_pb2.HealthCheckResponse.SERVING
+    with urllib.request.urlopen(f"http://{worker.metrics}/metrics", timeout=10) as page:
+        text = page.read().decode()
+    assert f"forefetch_expert_calls_total {float(after.calls)}" in text
+    assert f'forefetch_expert_load_pairs_total{{expert="0",layer="{call.layer}"}}' in text
+
+
+@pytest.fixture
+def service() -> Iterator[tuple[server.ExpertService, str]]:
+    """The service in this process, without a core."""
+    service = server.ExpertService(0)
+    serving = rpc.serve_sync(ServiceConfig(), server.SERVICE, service.register, max_workers=8)
+    yield service, serving.address
+    serving.stop()
+
+
+class Nothing:
+    """Experts that answer zeros."""
+
+    load = torch.zeros(1, 1, dtype=torch.int64).numpy()
+    weight_bytes = 0
+
+    def forward(self, call: LayerCall, out: torch.Tensor) -> int:
+        out.zero_()
+        return 0
+
+
+def test_a_worker_that_is_loading_says_so(model: Model, service: tuple[server.ExpertService, str]) -> None:
+    with pytest.raises(Unavailable, match="still loading"):
+        model.connect(service[1], "auto")
+    assert service[0].stats().calls == 0
+    assert not service[0].busy
+
+
+@pytest.mark.parametrize("kind", WIRED)
+def test_a_full_worker_says_so_when_one_connects(
+    kind: str, model: Model, service: tuple[server.ExpertService, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = WorkerInfo(model.digest, "m", 0, 1, {0: (0,)}, model.spec.hidden_size, torch.float32, "cpu", "i", 64, shm.domain())
+    service[0].core = Core(info, Nothing())
+    monkeypatch.setattr(server, "MAX_ROUTERS", 1)
+    with closing(model.connect(service[1], kind)):
+        with pytest.raises(Unavailable, match="serves 1 routers already"):
+            model.connect(service[1], kind)
