@@ -36,7 +36,7 @@ class Estimator:
 
     def behind(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Residual x [T, H] at the gate of `layer` and its choice [T, K] -> the residual behind that layer."""
-        out = shared_output(self.layers[layer], self.normed(layer, x))
+        out = shared_output(self.layers[layer], x, self.spec.rms_eps)
         if layer in self.outputs:
             table = self.outputs[layer]
             mean = embedding_bag(ids, table, mode="sum", per_sample_weights=weights.to(table.dtype))
@@ -62,8 +62,9 @@ class Estimator:
         return torch.cat((self.unit(x), self.unit(estimate), chosen), dim=1)
 
 
-def shared_output(layer: Layer, h: Tensor) -> Tensor | None:
-    """The shared expert's part of the layer's sum for the gate's input h [T, H]; None without one."""
+def shared_output(layer: Layer, x: Tensor, eps: float) -> Tensor | None:
+    """The shared expert's part of the layer's sum when the residual at its gate is x [T, H]; None without one."""
     if layer.shared is None or layer.shared_gate is None:
         return None
+    h = rms_norm(x, x.shape[-1:], layer.post_norm, eps)
     return torch.sigmoid(linear(h, layer.shared_gate)) * layer.shared(h)

@@ -9,7 +9,6 @@ from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
 
 from router_service.lookahead.corpus import Chunk
 from router_service.lookahead.estimate import shared_output
@@ -73,8 +72,7 @@ class Recorder:
         self.trace.after[layer][self._place] = narrow(x[:kept])
         spec, weight_of = self._trunk.spec, scattered(ids, weights, self._trunk.spec.num_experts).double()
         out = (x - before) / spec.residual_multiplier
-        normed = rms_norm(before, before.shape[-1:], self._trunk.layers[layer].post_norm, spec.rms_eps)
-        shared = shared_output(self._trunk.layers[layer], normed)
+        shared = shared_output(self._trunk.layers[layer], before, spec.rms_eps)
         out = (out if shared is None else out - shared).double()
         self._square[layer] += weight_of.T @ weight_of
         self._moment[layer] += weight_of.T @ out
