@@ -135,6 +135,7 @@ class RouterConfig(ServiceConfig):
                 "running request and room for a prompt"
             )
         self.buckets("cpu")
+        self.addresses()
 
     def buckets(self, device: str) -> tuple[int, ...]:
         """The row counts that steps are padded to on `device`; empty: no padding."""
