@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -25,28 +23,13 @@ def serve(config: ExpertConfig) -> None:
         config, SERVICE, service.register, max_workers=MAX_THREADS, busy=lambda: service.busy, registry=registry
     )
     try:
-        with progress() as on_progress:
+        with rpc.loading("experts") as on_progress:
             service.core = load(config, on_progress)
         server.run()
     except UnsupportedModel as error:
         raise ConfigError(f"--model: {error}") from error
     finally:
         server.stop()
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar of experts loaded on standard error, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("loading experts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def main() -> int:

@@ -19,6 +19,9 @@ from forefetch.errors import ConfigError, Unavailable
 from forefetch.process import Process
 from forefetch.settings import Config, child_environment, setting
 
+OnLine = Callable[[str, str], None]
+OnLoading = Callable[[str, int, int], None]
+
 DRAIN_S = 30.0
 STOP_S = 5.0
 POLL_S = 0.2
@@ -106,10 +109,11 @@ class _Watched:
 class Cluster:
     """Running services by name: "router", "worker-0", "worker-1", ..., "kv". Use as a context manager, or call `stop`."""
 
-    def __init__(self, config: ClusterConfig, extra: Extra, on_line: Callable[[str, str], None] | None) -> None:
+    def __init__(self, config: ClusterConfig, extra: Extra, on_line: OnLine | None, on_loading: OnLoading | None) -> None:
         self.config = config
         self.processes: dict[str, Process] = {}
         self._extra, self._on_line = extra, on_line
+        self._on_loading = on_loading or (lambda name, done, total: None)
         self._watched: dict[str, _Watched] = {}
 
     @classmethod
@@ -118,16 +122,18 @@ class Cluster:
         config: ClusterConfig,
         *,
         extra: Extra | None = None,
-        on_line: Callable[[str, str], None] | None = None,
-        on_progress: Callable[[str, int, int], None] | None = None,
+        on_line: OnLine | None = None,
+        on_loading: OnLoading | None = None,
     ) -> Cluster:
-        """Starts everything and returns when the router serves. on_progress(name, ready, all) is told about each service
-        that became ready. Raises ConfigError, or Unavailable with the last words of a service that did not come up; nothing is
-        left running then."""
+        """Starts everything and returns when the router serves. Raises ConfigError, or Unavailable with the last words of a
+        service that did not come up; nothing is left running then.
+
+        on_line(name, line): a line that a service logged. on_loading(name, done, total): how far it has come; (name, 0, 0)
+        when it starts and (name, 1, 1) when it is ready."""
         config.validate()
-        cluster = cls(config, extra or Extra(), on_line)
+        cluster = cls(config, extra or Extra(), on_line, on_loading)
         try:
-            cluster._start(on_progress or (lambda name, ready, count: None))
+            cluster._start()
         except BaseException:
             cluster.stop(grace_s=0.0)
             raise
@@ -143,25 +149,27 @@ class Cluster:
         """Names of the workers' processes, by shard; none with link local."""
         return [] if self.config.link == "local" else [f"worker-{shard}" for shard in range(self.config.workers)]
 
-    def _start(self, on_progress: Callable[[str, int, int], None]) -> None:
+    def _start(self) -> None:
         until = time.monotonic() + self.config.start_s
         for shard, name in enumerate(self.worker_names):
             self._spawn(name, "expert_worker", self._worker_flags(shard), self._threads(len(self.worker_names)))
         if self.config.kv:
             self._spawn("kv", "kv_service", [f"--otlp-endpoint={self.config.otlp_endpoint}", *self._extra.kv], 1)
-        count = len(self.processes) + 1
-        for ready, process in enumerate(list(self.processes.values())):
-            process.wait_ready(until - time.monotonic())
-            on_progress(process.name, ready + 1, count)
+        self._wait_ready(list(self.processes.values()), until)
         self._spawn("router", "router_service", self._router_flags(), self._threads(1), f"127.0.0.1:{self.config.port}")
-        self.processes["router"].wait_ready(until - time.monotonic())
-        on_progress("router", count, count)
+        self._wait_ready([self.processes["router"]], until)
+
+    def _wait_ready(self, processes: Sequence[Process], until: float) -> None:
+        for process in processes:
+            process.wait_ready(until - time.monotonic())
+            self._on_loading(process.name, 1, 1)
 
     def _spawn(self, name: str, module: str, flags: Sequence[str], threads: int, listen: str = "127.0.0.1:0") -> None:
         environment = _environment(threads, alone=self.config.link == "local")
-        process = Process(name, module, flags, environment, listen=listen, on_line=self._on_line)
+        process = Process(name, module, flags, environment, listen=listen, on_line=self._on_line, on_loading=self._on_loading)
         self.processes[name] = process
         self._watched[name] = _Watched()
+        self._on_loading(name, 0, 0)
         process.spawn()
 
     def _threads(self, sharers: int) -> int:

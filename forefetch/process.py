@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
+from typing import IO, Any
 
 from forefetch.errors import Unavailable
 
@@ -22,7 +22,8 @@ TAIL_LINES = 30
 class Process:
     """One service of a cluster. `address` and `metrics` are host:port once it is ready; a restart keeps the address.
 
-    on_line(name, line) sees every line of standard error. All methods may be called from any thread.
+    on_line(name, line) sees every line of standard error, on_loading(name, done, total) how far loading has come; both are
+    called on a thread of this object. All methods may be called from any thread.
     """
 
     def __init__(
@@ -34,13 +35,14 @@ class Process:
         *,
         listen: str = "127.0.0.1:0",
         on_line: Callable[[str, str], None] | None = None,
+        on_loading: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self.name = name
         self.address = ""
         self.metrics = ""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._module, self._flags, self._environment, self._listen = module, list(flags), dict(environment), listen
-        self._on_line = on_line
+        self._on_line, self._on_loading = on_line, on_loading
         self._ready = threading.Event()
         self._popen: subprocess.Popen[str] | None = None
         self._readers: list[threading.Thread] = []
@@ -73,11 +75,12 @@ class Process:
 
     def _read_stdout(self, stream: IO[str], ready: threading.Event) -> None:
         for line in stream:
-            with contextlib.suppress(ValueError):
-                message = json.loads(line)
-                if isinstance(message, dict) and message.get("event") == "ready":
-                    self.address, self.metrics = message["address"], message.get("metrics", "")
-                    ready.set()
+            message = _event(line)
+            if message.get("event") == "ready":
+                self.address, self.metrics = message["address"], message.get("metrics", "")
+                ready.set()
+            elif message.get("event") == "loading" and self._on_loading:
+                self._on_loading(self.name, message["done"], message["total"])
 
     def _read_stderr(self, stream: IO[str]) -> None:
         for line in stream:
@@ -155,3 +158,11 @@ class Process:
         for stream in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
             if stream:
                 stream.close()
+
+
+def _event(line: str) -> dict[str, Any]:
+    """A line of a service's standard output as the event it announces; {} for anything else."""
+    with contextlib.suppress(ValueError):
+        message = json.loads(line)
+        return message if isinstance(message, dict) else {}
+    return {}

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Config], only: Sequ
         if only and field.name not in only:
             continue
         kind = get_type_hints(cls)[field.name]
-        shown = "on" if field.default is True else "off" if field.default is False else field.default or "unset"
+        shown = {"True": "on", "False": "off", "": "unset"}.get(str(field.default), field.default)
         text = f"{field.metadata['help']} (default: {shown}; ${cls.ENV}{field.name.upper()})".replace("%", "%%")
         choices = "{" + ",".join(field.metadata["choices"]) + "}" if field.metadata["choices"] else None
         optional: dict[str, Any] = {"nargs": "?", "const": "true"} if kind is bool else {}
@@ -144,16 +144,16 @@ class ServiceConfig(Config):
     )
     trace_ratio: float = setting(
         0.01,
-        """Share of requests, 0 to 1, whose spans are built when the caller sends no traceparent (a caller's own sampling decision wins).
-        Failed and slow requests are always built.""",
+        """Share of requests, 0 to 1, whose spans are built when the caller sends no traceparent (a caller's own sampling
+        decision wins). Failed and slow requests are always built.""",
     )
     reflection: bool = setting(False, "Serve gRPC reflection, so that generic clients can list and call the services.")
     tls_cert: str = setting("", "PEM file with this server's certificate chain. Needs --tls-key.")
     tls_key: str = setting("", "PEM file with the certificate's private key. Needs --tls-cert.")
     tls_ca: str = setting(
         "",
-        """PEM file with the authority that signs peers. With --tls-cert set, callers must present a certificate it signed; calls to
-        other services of the cluster are made over TLS, with the same certificate.""",
+        """PEM file with the authority that signs peers. With --tls-cert set, callers must present a certificate it signed;
+        calls to other services of the cluster are made over TLS, with the same certificate.""",
     )
     allow_plaintext: bool = setting(
         False, "Serve without TLS on an address that is not loopback. Meant for networks that encrypt by other means."
@@ -168,6 +168,7 @@ class ServiceConfig(Config):
     )
 
     def validate(self) -> None:
+        """Raises ConfigError naming the bad setting or pair."""
         super().validate()
         if not 0.0 <= self.trace_ratio <= 1.0:
             raise ConfigError("--trace-ratio: must be within 0 and 1")

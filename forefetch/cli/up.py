@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from forefetch.cluster import Cluster, ClusterConfig
 from forefetch.settings import add_arguments, build
@@ -61,19 +61,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def start(config: ClusterConfig, console: Console, *, verbose: bool = False) -> Cluster:
-    """Starts a cluster behind a progress bar. Raises what Cluster.start raises."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+    """Starts a cluster behind a bar for each service. Raises what Cluster.start raises."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("starting the services", total=None)
+        tasks: dict[str, TaskID] = {}
 
-        def advance(name: str, ready: int, count: int) -> None:
-            progress.update(task, description=f"{name} is ready", completed=ready, total=count)
+        def loading(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = progress.add_task(name, total=None)
+            progress.update(tasks[name], completed=done, total=total or None)
 
         def line(name: str, text: str) -> None:
             if verbose:
-                console.print(f"[dim]{name}:[/] {escape(text)}")
+                console.print(f"[dim]{name}:[/] {escape(text)}", soft_wrap=True)
 
-        return Cluster.start(config, on_progress=advance, on_line=line)
+        return Cluster.start(config, on_loading=loading, on_line=line)
 
 
 def _say_ready(cluster: Cluster) -> None:

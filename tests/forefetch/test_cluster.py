@@ -36,6 +36,7 @@ STAND_IN = """
     if fake == "mute":
         time.sleep(60)
     print("not json")
+    print(json.dumps({"event": "loading", "what": "experts", "done": 3, "total": 4}))
     print(json.dumps({"event": "ready", "address": f"{host}:{server.getsockname()[1]}", "metrics": ""}), flush=True)
     time.sleep(60)
 """
@@ -74,10 +75,10 @@ def gone(pid: int) -> bool:
 
 def test_starts_everything_and_stops_it(config: ClusterConfig) -> None:
     seen: list[tuple[str, int, int]] = []
-    with Cluster.start(config, on_progress=lambda *step: seen.append(step)) as cluster:
+    with Cluster.start(config, on_loading=lambda *step: seen.append(step)) as cluster:
         assert set(cluster.processes) == {"worker-0", "worker-1", "kv", "router"}
-        assert seen[-1] == ("router", 4, 4)
-        assert [count for _, count, _ in seen] == [1, 2, 3, 4]
+        assert [step[1:] for step in seen if step[0] == "worker-1"] == [(0, 0), (3, 4), (1, 1)]
+        assert seen[-1] == ("router", 1, 1)
         assert cluster.address == cluster.processes["router"].address
         line = next(line for line in cluster.processes["router"].tail if line.startswith("loading"))
         assert f"--workers={cluster.processes['worker-0'].address},{cluster.processes['worker-1'].address}" in line
