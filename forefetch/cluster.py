@@ -112,8 +112,7 @@ class Cluster:
     def __init__(self, config: ClusterConfig, extra: Extra, on_line: OnLine | None, on_loading: OnLoading | None) -> None:
         self.config = config
         self.processes: dict[str, Process] = {}
-        self._extra, self._on_line = extra, on_line
-        self._on_loading = on_loading or (lambda name, done, total: None)
+        self._extra, self._on_line, self._on_loading = extra, on_line, on_loading
         self._watched: dict[str, _Watched] = {}
 
     @classmethod
@@ -162,14 +161,12 @@ class Cluster:
     def _wait_ready(self, processes: Sequence[Process], until: float) -> None:
         for process in processes:
             process.wait_ready(until - time.monotonic())
-            self._on_loading(process.name, 1, 1)
 
     def _spawn(self, name: str, module: str, flags: Sequence[str], threads: int, listen: str = "127.0.0.1:0") -> None:
         environment = _environment(threads, alone=self.config.link == "local")
         process = Process(name, module, flags, environment, listen=listen, on_line=self._on_line, on_loading=self._on_loading)
         self.processes[name] = process
         self._watched[name] = _Watched()
-        self._on_loading(name, 0, 0)
         process.spawn()
 
     def _threads(self, sharers: int) -> int:

@@ -22,8 +22,9 @@ TAIL_LINES = 30
 class Process:
     """One service of a cluster. `address` and `metrics` are host:port once it is ready; a restart keeps the address.
 
-    on_line(name, line) sees every line of standard error, on_loading(name, done, total) how far loading has come; both are
-    called on a thread of this object. All methods may be called from any thread.
+    on_line(name, line) sees every line of standard error, on_loading(name, done, total) how far loading has come:
+    (0, 0) at the start, (1, 1) when it is ready. Both are called on a thread of this object. All methods may be called from
+    any thread.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Process:
         """Starts the process and returns at once. It has its own process group, so that a terminal's Ctrl-C reaches only us."""
         self._ready = threading.Event()
         self.tail.clear()
+        self._report(0, 0)
         # -P: a folder of the same name in the working directory is not the service.
         command = [sys.executable, "-P", "-m", "forefetch.child", self._module, *self._flags]
         command.append(f"--listen={self.address or self._listen}")
@@ -78,9 +80,14 @@ class Process:
             message = _event(line)
             if message.get("event") == "ready":
                 self.address, self.metrics = message["address"], message.get("metrics", "")
+                self._report(1, 1)
                 ready.set()
-            elif message.get("event") == "loading" and self._on_loading:
-                self._on_loading(self.name, message["done"], message["total"])
+            elif message.get("event") == "loading":
+                self._report(message["done"], message["total"])
+
+    def _report(self, done: int, total: int) -> None:
+        if self._on_loading:
+            self._on_loading(self.name, done, total)
 
     def _read_stderr(self, stream: IO[str]) -> None:
         for line in stream:

@@ -24,6 +24,12 @@ from forefetch.v1 import router_pb2
 Stats = router_pb2.GetStatsResponse
 _BAR = 48
 
+EPILOG = """\
+Examples:
+  forefetch stats
+  forefetch stats --watch 0.5
+  forefetch stats --json | jq .tpot"""
+
 
 def add_parser(commands: Any) -> None:
     """Adds the command."""
@@ -31,10 +37,12 @@ def add_parser(commands: Any) -> None:
         "stats",
         help="show what a router is doing",
         description="Shows a router's requests, tokens, latencies, pages, workers and its KV service.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--address", default="127.0.0.1:50051", metavar="HOST:PORT", help="the router (default: %(default)s)")
     parser.add_argument(
-        *("--watch",), nargs="?", type=float, const=1.0, metavar="SECONDS", help="ask again every so often, until Ctrl-C"
+        "--watch", nargs="?", type=float, const=1.0, metavar="SECONDS", help="ask again every so often, until Ctrl-C"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per answer")
 
