@@ -90,8 +90,7 @@ def through(link: client.Link, call: wire.LayerCall) -> Callable[[], None]:
 
 
 def bare_stream(address: str, call: wire.LayerCall) -> Callable[[], None]:
-    frame = wire.buffer(wire.request_bytes(*call.x.shape, len(call.pair_row), DTYPE))
-    request = expert_pb2.ForwardRequest(frame=bytes(frame))
+    request = expert_pb2.ForwardRequest(frame=bytes(wire.request_bytes(*call.x.shape, len(call.pair_row), DTYPE)))
     outbox: SimpleQueue[Any] = SimpleQueue()
     stub = expert_pb2_grpc.ExpertServiceStub(rpc.channel(address))
     replies = stub.Forward(iter(outbox.get, None))

@@ -21,6 +21,7 @@ from expert_worker.config import ExpertConfig
 from expert_worker.experts import Experts
 from forefetch import shm, wire
 from forefetch.errors import ConfigError, ForefetchError
+from forefetch.frames import FrameBuffer
 from forefetch.placement import shard_of
 from forefetch.spec import ModelSpec
 from forefetch.version import VERSION
@@ -136,22 +137,22 @@ class Core:
             self.compute_ns += compute_ns
         return Spent(began - asked, copy_ns, compute_ns)
 
-    def answer(self, request: memoryview, reply: memoryview) -> int:
-        """Reads a request frame and writes its reply or error frame; returns that one's bytes. Raises nothing."""
+    def answer(self, request: FrameBuffer, size: int, reply: FrameBuffer) -> int:
+        """Reads a request frame of `size` bytes, writes its reply or error frame, returns that one's bytes. Raises nothing."""
         try:
-            call = wire.decode_request(request, self._shape)
+            call = wire.decode_request(request, size, self._shape)
             out = wire.reply_rows(reply, len(call.x), self.info.hidden_size, self.info.dtype)
             return wire.encode_reply(reply, call, *self.forward(call, out))
         except ForefetchError as error:
-            return self.refuse(request, reply, error)
+            return self.refuse(request, size, reply, error)
         except Exception:
             log.exception("defect while answering a frame")
-            return self.refuse(request, reply, ForefetchError("internal error"))
+            return self.refuse(request, size, reply, ForefetchError("internal error"))
 
-    def refuse(self, request: memoryview, reply: memoryview, error: ForefetchError) -> int:
-        """Writes the error frame for `request`."""
+    def refuse(self, request: FrameBuffer, size: int, reply: FrameBuffer, error: ForefetchError) -> int:
+        """Writes the error frame for a request of `size` bytes."""
         self.errors += 1
-        return wire.encode_error(reply, *wire.peek(request), error)
+        return wire.encode_error(reply, *wire.peek(request, size), error)
 
 
 def load(config: ExpertConfig, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Core:

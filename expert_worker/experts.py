@@ -13,6 +13,7 @@ from torch import Tensor
 from expert_worker.slots import Slots
 from forefetch.errors import BadRequest
 from forefetch.kernels.grouped_mlp import Evaluation, Pairs, SlotWeights
+from forefetch.pairs import sort_pairs
 from forefetch.spec import ModelSpec
 from forefetch.weights import Checkpoint, load_expert
 from forefetch.wire import LayerCall
@@ -42,8 +43,10 @@ class Experts:
         self.layers = {layer: place for place, layer in enumerate(spec.moe_layers)}
         self.held = tuple(held)
         self.load = np.zeros((len(self.layers), len(held)), dtype=np.int64)  # pairs evaluated
-        self._place = np.full(spec.num_experts, -1, dtype=np.int32)  # expert -> place in the shard
-        self._place[self.held,] = np.arange(len(held))
+        # Place in the shard of expert e at e + 1; -1 for those of others and, at both ends, for what is no expert.
+        self._place = np.full(spec.num_experts + 2, -1, dtype=np.int32)
+        self._place[np.array(held) + 1] = np.arange(len(held))
+        self._device = device
         self._calls = 0
         total, hidden, width = self.load.size, spec.hidden_size, spec.expert_width
         count = min(slots, total)
@@ -82,14 +85,10 @@ class Experts:
         layer = self.layers.get(call.layer)
         if layer is None:
             raise BadRequest("layer", f"layer {call.layer} has no routed experts")
-        if not len(call.pair_row):
-            out.zero_()
-            return 0
-        x = call.x.to(self.weights.w13.device)
-        pairs = Pairs(call.pair_row, self._places(call), call.pair_weight, len(x), x.device)
-        self.load[layer, pairs.experts] += pairs.counts
+        pairs = self._sort(call)
+        self.load[layer, pairs.experts] += np.array(pairs.counts, dtype=np.int64)
         numbers = [layer * len(self.held) + place for place in pairs.experts]
-        evaluation = Evaluation(x, pairs, self.weights)
+        evaluation = Evaluation(call.x.to(self._device), pairs, self.weights)
         copy_ns = 0
         if self.slots is None:
             evaluation.run(range(len(numbers)), numbers)
@@ -98,15 +97,15 @@ class Experts:
         evaluation.combine(out)
         return copy_ns
 
-    def _places(self, call: LayerCall) -> Tensor:
-        """Each pair's expert as its place in the shard."""
+    def _sort(self, call: LayerCall) -> Pairs:
+        """The call's pairs, experts as places in the shard."""
         expert = call.pair_expert.numpy()
-        known = expert.view(np.uint32) < len(self._place)  # as unsigned, a negative number is too large as well
-        place = self._place.take(expert, mode="clip")
-        wrong = ~known | (place < 0)
-        if wrong.any():
-            raise BadRequest("pair_expert", f"expert {expert[wrong][0]} of layer {call.layer} is not held by this worker")
-        return torch.from_numpy(place)
+        place = self._place.take(expert + 1, mode="clip")
+        try:
+            return sort_pairs(call.pair_row.numpy(), place, call.pair_weight, len(call.x), self._device)
+        except ValueError:  # a negative place; looking for one in every call would cost more
+            wrong = expert[place < 0][0]
+            raise BadRequest("pair_expert", f"expert {wrong} of layer {call.layer} is not held by this worker") from None
 
     def _run_waves(self, evaluation: Evaluation, numbers: Sequence[int], slots: Slots) -> int:
         """Runs each of the distinct experts once, copying those that are not resident. Returns ns spent on that."""

@@ -15,6 +15,7 @@ import torch
 from expert_worker.core import Core, WorkerInfo
 from forefetch import rpc, shm, wire
 from forefetch.errors import ForefetchError, LinkDown, Mismatch, Unavailable
+from forefetch.frames import HEADROOM, FrameBuffer
 from forefetch.v1 import expert_pb2, expert_pb2_grpc
 from forefetch.wire import LayerCall, LayerReply
 
@@ -119,10 +120,10 @@ class GrpcLink(Link):
         """Mismatch when `max_rows` rows exceed gRPC's message limit, Unavailable when the worker does not admit us."""
         super().__init__(address, info)
         request, reply = info.request_room(max_rows), info.reply_room(max_rows)
-        if max(request, reply) + wire.HEADROOM > rpc.MESSAGE_LIMIT:
+        if max(request, reply) + HEADROOM > rpc.MESSAGE_LIMIT:
             raise Mismatch(f"{max_rows} rows make frames of {request} bytes; gRPC carries {rpc.MESSAGE_LIMIT} at most")
         self._channel = channel
-        self._outbox, self._inbox = wire.buffer(wire.HEADROOM + request), wire.buffer(reply)
+        self._request, self._reply = FrameBuffer.allocate(request), FrameBuffer.allocate(reply)
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         self._deadline = 0.0
         self._closed = threading.Event()
@@ -142,13 +143,12 @@ class GrpcLink(Link):
                 return
 
     def _send(self, call: LayerCall) -> None:
-        size = wire.encode_request(self._outbox[wire.HEADROOM :], call)
-        self._messages.put(wire.seal(self._outbox, size))
+        self._messages.put(self._request.seal(wire.encode_request(self._request, call)))
 
     def _receive(self, call: LayerCall, timeout_s: float) -> LayerReply:
         self._deadline = deadline = monotonic() + timeout_s
         try:
-            frame = wire.unseal(next(self._replies))
+            message = next(self._replies)
         except StopIteration:
             raise LinkDown(-1, _GONE) from None
         except grpc.RpcError as error:
@@ -156,11 +156,7 @@ class GrpcLink(Link):
             raise LinkDown(-1, late if monotonic() > deadline else str(rpc.error_of(error)) or _GONE) from None
         finally:
             self._deadline = 0.0
-        if len(frame) > len(self._inbox):
-            raise Mismatch(f"the worker answered with {len(frame)} bytes, more than agreed on")
-        place = self._inbox[: len(frame)]
-        place[:] = frame
-        return wire.decode_reply(place, call)
+        return wire.decode_reply(self._reply, self._reply.unseal(message), call)
 
     def close(self) -> None:
         """Ends the stream and the connection."""
@@ -181,7 +177,10 @@ class ShmLink(Link):
         """Mismatch when there is no shared memory left or the worker cannot reach it, Unavailable when it does not admit us."""
         super().__init__(address, info)
         shm.reclaim()
-        self._segment = segment = shm.Segment.create(info.request_room(max_rows), info.reply_room(max_rows))
+        self._segment = segment = shm.Segment.create(
+            HEADROOM + info.request_room(max_rows), HEADROOM + info.reply_room(max_rows)
+        )
+        self._request, self._reply = FrameBuffer(segment.request), FrameBuffer(segment.reply)
         self._channel, self._spin, self._sequence = channel, spin, 0
         hello = expert_pb2.OpenShmRequest(segment=segment.name, nonce=segment.nonce)
         self._alive = cast(Any, expert_pb2_grpc.ExpertServiceStub(channel).OpenShm(iter((hello,))))
@@ -203,7 +202,7 @@ class ShmLink(Link):
         self._segment.reply_bell.nudge()
 
     def _send(self, call: LayerCall) -> None:
-        wire.encode_request(self._segment.request, call)
+        wire.encode_request(self._request, call)
         self._sequence = self._sequence + 1 & 0xFFFFFFFF
         self._segment.request_bell.ring(self._sequence)
 
@@ -216,7 +215,7 @@ class ShmLink(Link):
             if monotonic() > deadline:
                 raise LinkDown(-1, f"no answer within {timeout_s:g} s")
             spin = 0
-        return wire.decode_reply(self._segment.reply, call)
+        return wire.decode_reply(self._reply, len(self._reply), call)
 
     def close(self) -> None:
         """Ends the control stream, which makes the worker drop the segment, and the connection."""

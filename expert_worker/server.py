@@ -16,7 +16,8 @@ import grpc
 
 from expert_worker.core import Core
 from forefetch import rpc, shm, wire
-from forefetch.errors import BadRequest, Overloaded, Unavailable
+from forefetch.errors import BadRequest, Mismatch, Overloaded, Unavailable
+from forefetch.frames import HEADROOM, FrameBuffer
 from forefetch.v1 import expert_pb2
 
 SERVICE = "forefetch.v1.ExpertService"
@@ -126,11 +127,10 @@ class ExpertService:
         """Answers frame after frame; one that is malformed gets an error frame, and the stream goes on."""
         with self._admitted() as core:
             context.send_initial_metadata(())  # tells the router that it was admitted
-            rows = core.info.max_rows
-            inbox = wire.buffer(core.info.request_room(rows))
-            outbox = wire.buffer(wire.HEADROOM + core.info.reply_room(rows))
+            request = FrameBuffer.allocate(core.info.request_room(core.info.max_rows))
+            reply = FrameBuffer.allocate(core.info.reply_room(core.info.max_rows))
             for message in messages:
-                yield wire.seal(outbox, _answer(core, message, inbox, outbox[wire.HEADROOM :]))
+                yield reply.seal(_answer(core, message, request, reply))
 
     @rpc.sync_handler
     def open_shm(
@@ -142,6 +142,8 @@ class ExpertService:
             if hello is None:
                 raise BadRequest("segment", "no segment was named")
             segment = shm.Segment.open(hello.segment, hello.nonce)
+            if len(segment.reply) < HEADROOM + core.info.reply_room(0):
+                raise Mismatch("segment: has no room for a reply")
             ended = threading.Event()
 
             def leave() -> None:
@@ -153,24 +155,20 @@ class ExpertService:
                 self._serve(core, segment, ended)
 
     def _serve(self, core: Core, segment: shm.Segment, ended: threading.Event) -> None:
+        request, reply = FrameBuffer(segment.request), FrameBuffer(segment.reply)
         seen = spin = 0
         while not ended.is_set():
             if segment.request_bell.wait(seen, spin):
                 seen, spin = segment.request_bell.value, self._spin
-                core.answer(segment.request, segment.reply)
+                core.answer(request, len(request), reply)
                 segment.reply_bell.ring(seen)
             else:
                 spin = 0
 
 
-def _answer(core: Core, message: bytes, inbox: memoryview, reply: memoryview) -> int:
-    """The frame in `message` is computed from `inbox`: a message is neither aligned nor writable."""
+def _answer(core: Core, message: bytes, request: FrameBuffer, reply: FrameBuffer) -> int:
     try:
-        frame = wire.unseal(message)
-        if len(frame) > len(inbox):
-            raise BadRequest("frame", f"{len(frame)} bytes exceed the limit of {len(inbox)}")
+        size = request.unseal(message)
     except BadRequest as error:
-        return core.refuse(memoryview(b""), reply, error)
-    request = inbox[: len(frame)]
-    request[:] = frame
-    return core.answer(request, reply)
+        return core.refuse(request, 0, reply, error)
+    return core.answer(request, size, reply)

@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 from time import perf_counter_ns
 
-from forefetch.errors import Mismatch, Unavailable
+from forefetch.errors import Mismatch
 
 FOLDER = Path("/dev/shm")
 PREFIX = "forefetch-"
@@ -118,7 +118,7 @@ class Segment:
 
     @staticmethod
     def create(request: int, reply: int) -> Segment:
-        """A new segment with so many bytes for requests and replies. Raises Unavailable when there is no room for it."""
+        """A new segment with so many bytes for requests and replies. Raises Mismatch when there is no room for it."""
         size = _PAGE + _rounded(request) + _rounded(reply)
         name, lock = _claim()
         try:
@@ -128,7 +128,7 @@ class Segment:
         except OSError as error:
             _unlink(name)
             os.close(lock)
-            raise Unavailable(f"the host's shared memory has no room for a segment of {size} bytes: {error.strerror}") from None
+            raise Mismatch(f"the host's shared memory has no room for a segment of {size} bytes: {error.strerror}") from None
         _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, request, reply, secrets.token_bytes(16))
         return Segment(name, lock, memory)
 

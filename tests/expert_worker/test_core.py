@@ -12,6 +12,7 @@ from torch import Tensor
 from expert_worker.core import Core, Turn, WorkerInfo
 from forefetch import wire
 from forefetch.errors import BadRequest, ForefetchError, Mismatch
+from forefetch.frames import FrameBuffer
 from forefetch.wire import LayerCall
 
 INFO = WorkerInfo("digest", "model", 0, 1, {0: (0, 1)}, 4, torch.float32, "cpu", "instance", 8)
@@ -45,9 +46,8 @@ def a_call(step: int = 1) -> LayerCall:
 
 
 def answered(core: Core, call: LayerCall) -> wire.LayerReply:
-    request, reply = wire.buffer(INFO.request_room(8)), wire.buffer(INFO.reply_room(8))
-    size = wire.encode_request(request, call)
-    return wire.decode_reply(reply[: core.answer(request[:size], reply)], call)
+    request, reply = FrameBuffer.allocate(INFO.request_room(8)), FrameBuffer.allocate(INFO.reply_room(8))
+    return wire.decode_reply(reply, core.answer(request, wire.encode_request(request, call), reply), call)
 
 
 def test_calls_are_answered_and_counted() -> None:
@@ -116,8 +116,7 @@ def test_a_defect_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> No
 def test_a_reply_that_does_not_fit_the_link_is_refused() -> None:
     core = Core(INFO, Script())
     call = LayerCall(1, 0, torch.randn(8, 4), *(torch.empty(0, dtype=d) for d in (torch.int32, torch.int32, torch.float32)))
-    request, reply = wire.buffer(INFO.request_room(8)), wire.buffer(wire.ERROR_FRAME_BYTES)
-    size = wire.encode_request(request, call)
-    small = reply[: wire.HEADER_BYTES + 100]
+    request, reply = FrameBuffer.allocate(INFO.request_room(8)), FrameBuffer.allocate(200)
+    size = core.answer(request, wire.encode_request(request, call), reply)
     with pytest.raises(BadRequest, match="rows"):
-        wire.decode_reply(small[: core.answer(request[:size], small)], call)
+        wire.decode_reply(reply, size, call)

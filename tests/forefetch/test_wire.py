@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import struct
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from forefetch import wire
 from forefetch.errors import BadRequest, ForefetchError, LinkDown, Mismatch, Overloaded, UnsupportedModel
+from forefetch.frames import HEADER_BYTES, HEADROOM, FrameBuffer
 from forefetch.v1 import tensor_pb2
 from forefetch.wire import LayerCall
 
@@ -24,15 +26,20 @@ def a_call(rows: int = 3, hidden: int = 5, pairs: int = 4, dtype: torch.dtype = 
     return LayerCall(2**40, 3, x, row, expert, torch.rand(pairs), trace)
 
 
-def encoded(call: LayerCall) -> memoryview:
-    size = wire.request_bytes(*call.x.shape, call.pair_row.numel(), call.x.dtype)
-    buf = memoryview(bytearray(b"\xff" * size))
-    assert wire.encode_request(buf, call) == size
-    return buf
+def encoded(call: LayerCall) -> FrameBuffer:
+    size = wire.request_bytes(*call.x.shape, len(call.pair_row), call.x.dtype)
+    frame = FrameBuffer(memoryview(bytearray(b"\xff" * (HEADROOM + size))))
+    assert wire.encode_request(frame, call) == size
+    return frame
+
+
+def decoded(frame: FrameBuffer, call: LayerCall, size: int | None = None) -> LayerCall:
+    rows, hidden = call.x.shape
+    return wire.decode_request(frame, len(frame) if size is None else size, wire.Shape(hidden, call.x.dtype, rows))
 
 
 def test_constants_are_the_protos() -> None:
-    assert wire.HEADER_BYTES == 96
+    assert wire.HEADER.size == HEADER_BYTES == 96
     for dtype, code in wire.DTYPES.items():
         name = "DATA_TYPE_" + str(dtype).removeprefix("torch.").upper()
         assert tensor_pb2.DataType.Value(name) == code
@@ -44,7 +51,7 @@ def test_constants_are_the_protos() -> None:
 )
 def test_request_round_trip(rows: int, hidden: int, pairs: int, dtype: torch.dtype, trace: bytes) -> None:
     call = a_call(rows, hidden, pairs if rows else 0, dtype, trace)
-    back = wire.decode_request(encoded(call), wire.Shape(hidden, dtype, rows))
+    back = decoded(encoded(call), call)
     assert (back.step, back.layer, back.trace) == (call.step, call.layer, trace)
     for name in ("x", "pair_row", "pair_expert", "pair_weight"):
         assert torch.equal(getattr(back, name), getattr(call, name)), name
@@ -53,24 +60,41 @@ def test_request_round_trip(rows: int, hidden: int, pairs: int, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [0, 1, 3])
-def test_reply_round_trip_with_and_without_a_copy(dtype: torch.dtype, rows: int) -> None:
+def test_reply_round_trip(dtype: torch.dtype, rows: int) -> None:
     call = a_call(rows, 5, 0, dtype)
-    for in_place in (True, False):
-        buf = memoryview(bytearray(wire.reply_bytes(rows, 5, dtype)))
-        out = wire.reply_rows(buf, rows, 5, dtype) if in_place else torch.empty(rows, 5, dtype=dtype)
-        out.copy_(call.x * 2)
-        size = wire.encode_reply(buf, call.step, call.layer, out, 1, 2, 3)
-        reply = wire.decode_reply(buf[:size], call)
-        assert torch.equal(reply.rows, call.x * 2)
-        assert (reply.queue_ns, reply.copy_wait_ns, reply.compute_ns) == (1, 2, 3)
+    frame = FrameBuffer.allocate(wire.reply_bytes(rows, 5, dtype))
+    wire.reply_rows(frame, rows, 5, dtype).copy_(call.x * 2)
+    reply = wire.decode_reply(frame, wire.encode_reply(frame, call, 1, 2, 3), call)
+    assert torch.equal(reply.rows, call.x * 2)
+    assert (reply.queue_ns, reply.copy_wait_ns, reply.compute_ns) == (1, 2, 3)
 
 
-def test_rows_alias_the_buffer_and_pairs_do_not() -> None:
-    buf = encoded(a_call(2, 4, 2))
-    call = wire.decode_request(buf)
-    buf[wire.HEADER_BYTES :] = b"\x00" * (len(buf) - wire.HEADER_BYTES)
-    assert not call.x.any()
-    assert call.pair_expert.tolist() == [7, 8]
+def test_rows_that_are_not_contiguous_are_sent_in_order() -> None:
+    call = a_call(6, 4)
+    call.x = torch.randn(4, 6).t()
+    assert torch.equal(decoded(encoded(call), call).x, call.x)
+
+
+def test_a_decoded_call_aliases_the_buffer() -> None:
+    call = a_call(2, 4, 2)
+    frame = encoded(call)
+    back = decoded(frame, call)
+    frame.memory[HEADER_BYTES:] = bytes(len(frame) - HEADER_BYTES)
+    assert not back.x.any()
+    assert back.pair_expert.tolist() == [0, 0]
+
+
+def test_one_buffer_carries_frames_of_many_shapes() -> None:
+    frame, reply = FrameBuffer.allocate(20_000), FrameBuffer.allocate(20_000)
+    for _ in range(2):
+        for rows in range(1, 41):
+            for pairs in range(10):
+                call = a_call(rows, 3, pairs)
+                back = wire.decode_request(frame, wire.encode_request(frame, call), wire.Shape(3, torch.float32, 40))
+                assert torch.equal(back.x, call.x)
+                assert torch.equal(back.pair_weight, call.pair_weight)
+                wire.reply_rows(reply, rows, 3, torch.float32).copy_(back.x)
+                assert torch.equal(wire.decode_reply(reply, wire.encode_reply(reply, back, 0, 0, 0), call).rows, call.x)
 
 
 def poke(buf: memoryview, offset: int, form: str, value: int) -> None:
@@ -99,26 +123,29 @@ def poke(buf: memoryview, offset: int, form: str, value: int) -> None:
 def test_malformed_requests_name_the_field(
     spoil: Callable[[memoryview], None], error: type[ForefetchError], names: str
 ) -> None:
-    buf = encoded(a_call())  # 3 x 5 float32 end at 156, pairs begin at 160, 192, 224
-    spoil(buf)
+    call = a_call()  # 3 x 5 float32 end at 156, pairs begin at 160, 192, 224
+    frame = encoded(call)
+    spoil(frame.memory)
     with pytest.raises(error, match=names):
-        wire.decode_request(buf, wire.Shape(5, torch.float32, 3))
+        decoded(frame, call)
 
 
 @pytest.mark.parametrize("size", [0, 1, 95, 96, 200])
 def test_truncated_requests_are_refused(size: int) -> None:
+    call = a_call()
     with pytest.raises(BadRequest, match=r"frame|body"):
-        wire.decode_request(encoded(a_call())[:size])
+        decoded(encoded(call), call, size)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300), st.booleans())
 def test_garbage_never_raises_anything_else(data: bytes, good_magic: bool) -> None:
-    frame = bytearray(data)
-    if good_magic and len(frame) >= 8:
-        struct.pack_into("<IHH", frame, 0, wire.MAGIC, wire.REQUEST, 1)
+    frame = FrameBuffer.allocate(len(data))
+    frame.memory[:] = data
+    if good_magic and len(data) >= 8:
+        struct.pack_into("<IHH", frame.memory, 0, wire.MAGIC, wire.REQUEST, 1)
     try:
-        wire.decode_request(memoryview(frame), wire.Shape(5, torch.float32, 3))
+        wire.decode_request(frame, len(data), wire.Shape(5, torch.float32, 3))
     except (BadRequest, Mismatch):
         return
     raise AssertionError("garbage was taken for a frame")
@@ -127,9 +154,9 @@ def test_garbage_never_raises_anything_else(data: bytes, good_magic: bool) -> No
 def test_a_call_too_large_for_the_link_is_refused() -> None:
     call = a_call()
     with pytest.raises(BadRequest, match="rows"):
-        wire.encode_request(memoryview(bytearray(200)), call)
+        wire.encode_request(FrameBuffer.allocate(200), call)
     with pytest.raises(BadRequest, match="rows"):
-        wire.reply_rows(memoryview(bytearray(100)), 3, 5, torch.float32)
+        wire.reply_rows(FrameBuffer.allocate(100), 3, 5, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -146,25 +173,28 @@ def test_a_call_too_large_for_the_link_is_refused() -> None:
 )
 def test_error_frames(error: ForefetchError, kind: type[ForefetchError]) -> None:
     call = a_call()
-    buf = memoryview(bytearray(wire.reply_bytes(0, 1, torch.float32)))
-    size = wire.encode_error(buf, call.step, call.layer, error)
+    frame = FrameBuffer.allocate(wire.reply_bytes(0, 1, torch.float32))
+    size = wire.encode_error(frame, call.step, call.layer, error)
     with pytest.raises(kind) as caught:
-        wire.decode_reply(buf[:size], call)
+        wire.decode_reply(frame, size, call)
     assert str(caught.value)[:500] == str(error)[:500]
-    assert wire.peek(buf) == (call.step, call.layer)
+    assert wire.peek(frame, size) == (call.step, call.layer)
+    assert wire.peek(frame, 95) == (0, 0)
 
 
 def test_an_answer_to_another_call_is_refused() -> None:
     call = a_call()
-    buf = memoryview(bytearray(wire.reply_bytes(3, 5, torch.float32)))
-    wire.encode_reply(buf, call.step, call.layer + 1, call.x, 0, 0, 0)
+    frame = FrameBuffer.allocate(wire.reply_bytes(3, 5, torch.float32))
+    size = wire.encode_reply(frame, dataclasses.replace(call, layer=4), 0, 0, 0)
     with pytest.raises(Mismatch, match="layer 4"):
-        wire.decode_reply(buf, call)
+        wire.decode_reply(frame, size, call)
 
 
 def test_a_truncated_reply_is_refused() -> None:
     call = a_call()
-    buf = memoryview(bytearray(wire.reply_bytes(3, 5, torch.float32)))
-    size = wire.encode_reply(buf, call.step, call.layer, call.x, 0, 0, 0)
+    frame = FrameBuffer.allocate(wire.reply_bytes(3, 5, torch.float32))
+    size = wire.encode_reply(frame, call, 0, 0, 0)
     with pytest.raises(BadRequest, match="body"):
-        wire.decode_reply(buf[: size - 1], call)
+        wire.decode_reply(frame, size - 1, call)
+    with pytest.raises(BadRequest, match="frame"):
+        wire.decode_reply(frame, 50, call)

@@ -1,4 +1,4 @@
-"""The grouped MLP, expert by expert: pairs sorted by expert once, a matrix product per expert, a sum per row.
+"""The grouped MLP, expert by expert: a matrix product each for all of its pairs, then a sum per row.
 
 Every pair's place in the buffers follows from the call alone, and nothing computes across pairs. So a pair's result has the
 same bits whichever slot its expert sits in and however the experts are split into waves.
@@ -7,6 +7,7 @@ same bits whichever slot its expert sits in and however the experts are split in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,24 +31,16 @@ class SlotWeights:
         self.w2_t = [matrix.t() for matrix in w2.unbind()]  # [I, H] each
 
 
+@dataclass(frozen=True, slots=True)
 class Pairs:
-    """A call's pairs, sorted on the host: by expert for the products, by row for the sum."""
+    """A call's pairs in two orders: by expert for the products, by row for the sum. Tensors are on the weights' device."""
 
-    def __init__(self, pair_row: Tensor, pair_expert: Tensor, pair_weight: Tensor, rows: int, device: torch.device) -> None:
-        """All [P], on the host. Within an expert and within a row, pairs keep the order in which they came."""
-        by_expert, order = pair_expert.sort(stable=True)
-        experts, counts = torch.unique_consecutive(by_expert, return_counts=True)
-        self.experts: list[int] = experts.tolist()  # those with pairs, ascending
-        self.counts: list[int] = counts.tolist()  # pairs of each
-        self.total = len(order)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(self.total)
-        by_row = pair_row.argsort(stable=True)
-        per_row = torch.bincount(pair_row, minlength=rows)
-        self.row = pair_row[order].to(device)  # [P] by expert: the row of x
-        self.place = place[by_row].to(device)  # [P] by row: the place among the pairs sorted by expert
-        self.weight = pair_weight[by_row].to(device)  # [P] by row
-        self.first = (per_row.cumsum(0) - per_row).to(device)  # [N]: where a row's pairs begin in `place`
+    experts: list[int]  # those with pairs, ascending
+    counts: list[int]  # pairs of each
+    row: Tensor  # [P] by expert: the row of x
+    place: Tensor  # [P] int64, by row: the place among the pairs sorted by expert
+    weight: Tensor  # [P] float32, by row
+    first: Tensor  # [N] int64: where each row's pairs begin in `place`
 
 
 class Evaluation:
@@ -58,13 +51,12 @@ class Evaluation:
         if x.shape[1:] != (weights.hidden,) or x.dtype != weights.w13.dtype:
             raise ValueError(f"x {tuple(x.shape)} {x.dtype} does not fit experts of {weights.hidden} {weights.w13.dtype}")
         self._pairs, self._weights = pairs, weights
-        self._hidden = x.new_empty(pairs.total, 2 * weights.width)  # gate | up
-        self._active = x.new_empty(pairs.total, weights.width)
-        self._result = x.new_empty(pairs.total, weights.hidden)
+        total, counts = len(pairs.row), pairs.counts
+        self._hidden = x.new_empty(total, 2 * weights.width)  # gate | up
+        self._active = x.new_empty(total, weights.width)
+        self._result = x.new_empty(total, weights.hidden)
         buffers = x.index_select(0, pairs.row), self._hidden, self._active, self._result
-        self._x_of, self._hidden_of, self._active_of, self._result_of = (
-            buffer.split_with_sizes(pairs.counts) for buffer in buffers
-        )
+        self._x_of, self._hidden_of, self._active_of, self._result_of = (each.split_with_sizes(counts) for each in buffers)
 
     def run(self, groups: Sequence[int], slots: Sequence[int]) -> None:
         """Computes the pairs of `pairs.experts[group]` for each group, with the expert that sits in the slot beside it."""
@@ -81,20 +73,19 @@ class Evaluation:
 
     def _activate(self, hidden: Tensor, active: Tensor) -> None:
         """active = silu(gate) * up, in pieces that stay on one thread."""
-        width = self._weights.width
-        piece = max(1, (_SERIAL - 1) // width) if hidden.device.type == "cpu" else len(hidden)
-        for begin in range(0, len(hidden), piece):
-            gate, up = hidden[begin : begin + piece].chunk(2, dim=1)
-            torch.mul(functional.silu(gate), up, out=active[begin : begin + piece])
+        if active.is_cuda or active.numel() < _SERIAL:
+            gate, up = hidden.chunk(2, dim=1)
+            torch.mul(functional.silu(gate), up, out=active)
+            return
+        rows = max(1, (_SERIAL - 1) // self._weights.width)
+        for begin in range(0, len(active), rows):
+            self._activate(hidden[begin : begin + rows], active[begin : begin + rows])
 
     def combine(self, out: Tensor) -> None:
         """out [N, H] = each row's weighted sum over its pairs, in float32, in a fixed order; rows without pairs become zero."""
-        if self._pairs.total == 0:
+        pairs = self._pairs
+        if not pairs.experts:
             out.zero_()
             return
-        pairs = self._pairs
-        out.copy_(
-            functional.embedding_bag(
-                pairs.place, self._result.float(), pairs.first, mode="sum", per_sample_weights=pairs.weight
-            )
-        )
+        # Of torch's sums by index the one that adds in order: embedding_bag(table, places, first places, scale, mode 0 = sum).
+        out.copy_(torch.embedding_bag(self._result.float(), pairs.place, pairs.first, False, 0, False, pairs.weight, False)[0])

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from forefetch.errors import BadRequest
+from forefetch.frames import FrameBuffer
+from forefetch.v1 import expert_pb2
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 16383, 16384, 300_000])
+def test_sealed_frames_are_what_protobuf_makes_of_them(size: int) -> None:
+    payload = (bytes(range(251)) * (size // 251 + 1))[:size]
+    frame = FrameBuffer.allocate(size)
+    frame.memory[:] = payload
+    message = frame.seal(size)
+    assert expert_pb2.ForwardRequest.FromString(message).frame == payload
+    assert expert_pb2.ForwardResponse.FromString(message).frame == payload
+    assert not size or message == expert_pb2.ForwardRequest(frame=payload).SerializeToString()
+    back = FrameBuffer.allocate(size + 10)
+    assert back.unseal(message) == size
+    assert back.memory[:size] == payload
+
+
+def test_unusual_messages_are_read_and_broken_ones_refused() -> None:
+    frame = FrameBuffer.allocate(10)
+    unknown = expert_pb2.OpenShmRequest(nonce=b"field 2").SerializeToString()
+    message = expert_pb2.ForwardRequest(frame=b"abc").SerializeToString()
+    for legal in (message, message + unknown, b"\x0a\x83\x80\x00abc"):
+        frame.memory[:] = bytes(10)
+        assert frame.unseal(legal) == 3
+        assert frame.memory[:3] == b"abc"
+    assert frame.unseal(b"") == 0
+    for broken in (b"\x0a", b"\x0a\x04abc", b"\x0a\xff\xff\xff\xff\xff\xff", b"\xff\xff", message[:-1]):
+        with pytest.raises(BadRequest, match="frame"):
+            frame.unseal(broken)
+    with pytest.raises(BadRequest, match="11 bytes exceed the limit of 10"):
+        frame.unseal(expert_pb2.ForwardRequest(frame=bytes(11)).SerializeToString())
