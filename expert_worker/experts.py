@@ -88,7 +88,7 @@ class Experts:
         pairs = self._sort(call)
         self.load[layer, pairs.experts] += np.array(pairs.counts, dtype=np.int64)
         numbers = [layer * len(self.held) + place for place in pairs.experts]
-        evaluation = Evaluation(call.x.to(self._device), pairs, self.weights)
+        evaluation = Evaluation(call.x.to(self._device, non_blocking=True), pairs, self.weights)
         copy_ns = 0
         if self.slots is None:
             evaluation.run(range(len(numbers)), numbers)

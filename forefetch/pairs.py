@@ -26,11 +26,7 @@ def sort_pairs(row: Ints, expert: Ints, weight: Tensor, rows: int, device: torch
     if (row[1:] < row[:-1]).any():
         by_row = row.argsort(kind="stable")
         place, weight = place[by_row], weight[torch.from_numpy(by_row)]
-    return Pairs(
-        experts.tolist(),
-        counts[experts].tolist(),
-        torch.from_numpy(row[by_expert]).to(device),
-        torch.from_numpy(place).to(device),
-        weight.to(device),
-        torch.from_numpy(per_row.cumsum() - per_row).to(device),
-    )
+    # Not waiting is safe: these are not pinned, so they have been read when the copy is under way.
+    arrays = row[by_expert], place, per_row.cumsum() - per_row
+    by, at, first = (torch.from_numpy(array).to(device, non_blocking=True) for array in arrays)
+    return Pairs(experts.tolist(), counts[experts].tolist(), by, at, weight.to(device, non_blocking=True), first)

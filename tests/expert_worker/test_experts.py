@@ -21,10 +21,13 @@ from forefetch.wire import LayerCall
 
 Folder = Callable[[str], Path]
 CPU = torch.device("cpu")
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-def experts_of(folder: Path, held: tuple[int, ...], slots: int = 10**6, dtype: torch.dtype = torch.float32) -> Experts:
-    return Experts(ModelSpec.load(folder), Checkpoint(folder), held, device=CPU, dtype=dtype, slots=slots)
+def experts_of(
+    folder: Path, held: tuple[int, ...], slots: int = 10**6, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+) -> Experts:
+    return Experts(ModelSpec.load(folder), Checkpoint(folder), held, device=device, dtype=dtype, slots=slots)
 
 
 def a_call(
@@ -69,11 +72,13 @@ def test_shards_add_up_to_the_model_and_read_only_their_own(name: str, shards: i
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("slots", [1, 3, 8, 13])
-def test_answers_do_not_depend_on_slots_to_the_bit(slots: int, dtype: torch.dtype, checkpoint: Folder) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_answers_do_not_depend_on_slots_to_the_bit(device: str, slots: int, dtype: torch.dtype, checkpoint: Folder) -> None:
     folder = checkpoint("qwen3")
     spec = ModelSpec.load(folder)
     held = tuple(range(1, spec.num_experts))
-    resident, few = experts_of(folder, held, dtype=dtype), experts_of(folder, held, slots, dtype)
+    where = torch.device(device)
+    resident, few = (experts_of(folder, held, count, dtype, where) for count in (10**6, slots))
     few.weights.w13.fill_(torch.nan)  # what a slot held before must not matter
     few.weights.w2.fill_(torch.nan)
     for seed in range(12):
@@ -133,3 +138,22 @@ def test_settings_make_a_core(checkpoint: Folder) -> None:
     assert seen == [(i + 1, total) for i in range(total)]
     one = 3 * spec.hidden_size * spec.expert_width * 4
     assert core.experts.weight_bytes == (total + total // 2) * one
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_is_not_waited_for_when_all_is_resident(checkpoint: Folder) -> None:
+    folder = checkpoint("qwen3")
+    spec = ModelSpec.load(folder)
+    held = tuple(range(spec.num_experts))
+    experts = experts_of(folder, held, device=torch.device("cuda"))
+    call = a_call(spec, held, spec.moe_layers[0], 7, seed=1)
+    expected = forward(experts_of(folder, held), call)
+    call.x = call.x.cuda()
+    forward(experts, call)  # loads libraries, which may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = forward(experts, call)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-4)
