@@ -19,13 +19,14 @@ pytestmark = [
 FLOAT32 = ("--dtype=float32",)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("link", "workers", "slots"), [("local", 1, "100%"), ("shm", 2, "100%"), ("grpc", 3, "50%")])
+@pytest.mark.parametrize(
+    ("case", "link", "workers", "slots"),
+    [("qwen3", "local", 1, "100%"), ("qwen2-shared", "shm", 2, "100%"), ("granite", "grpc", 3, "50%")],
+)
 def test_64_greedy_tokens_equal_on_a_gpu(
     case: str, link: str, workers: int, slots: str, checkpoint: Callable[[str], Path], oracle: Callable[[str], Oracle]
 ) -> None:
-    if link != "local" and case not in ("qwen3", "qwen2-shared", "granite"):
-        pytest.skip("links and slots do not depend on the family; three stand for all")
+    """Families and flags are covered in one process by tests/router_service/test_trunk.py."""
     config = ClusterConfig(
         model=str(checkpoint(case)), workers=workers, link=link, slots=slots, kv=False, port=0, device="cuda", start_s=120.0
     )

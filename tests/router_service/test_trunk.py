@@ -29,9 +29,9 @@ PAGE = 8
 class PlainExperts:
     """Every expert in memory, one pair at a time in float32."""
 
-    def __init__(self, spec: ModelSpec, checkpoint: Checkpoint) -> None:
+    def __init__(self, spec: ModelSpec, checkpoint: Checkpoint, device: torch.device) -> None:
         self.weights = {
-            (layer, expert): tuple(t.float() for t in load_expert(checkpoint, spec, layer, expert))
+            (layer, expert): tuple(t.float().to(device) for t in load_expert(checkpoint, spec, layer, expert))
             for layer in spec.moe_layers
             for expert in range(spec.num_experts)
         }
@@ -53,15 +53,15 @@ class PlainExperts:
 class Rig:
     """A trunk with everything around it but the engine's thread."""
 
-    def __init__(self, folder: Path, *, max_step_tokens: int = 64, buckets: tuple[int, ...] = ()) -> None:
+    def __init__(self, folder: Path, *, max_step_tokens: int = 64, buckets: tuple[int, ...] = (), on: str = "cpu") -> None:
         self.spec, checkpoint = ModelSpec.load(folder), Checkpoint(folder)
-        device, pages = torch.device("cpu"), 40
+        device, pages = torch.device(on), 40
         cache = KvCache(self.spec, pages=pages, page_size=PAGE, dtype=torch.float32, device=device)
         for pool in (*cache.k, *cache.v):
             pool.fill_(float("nan"))  # whatever was not written must not matter
         self.trunk = Trunk(self.spec, checkpoint, cache, dtype=torch.float32, device=device)
         self.trunk_reads = dict(checkpoint.read_log)
-        self.experts = PlainExperts(self.spec, checkpoint)
+        self.experts = PlainExperts(self.spec, checkpoint, device)
         self.scheduler = Scheduler(PagePool(pages), page_size=PAGE, max_batch=8, max_step_tokens=max_step_tokens, max_waiting=8)
         self.buffers = StepBuffers(
             max_tokens=max_step_tokens, max_batch=8, max_pages=16, page_size=PAGE, device=device, buckets=buckets
@@ -119,6 +119,22 @@ def test_decoding_continues_like_the_oracle(
 ) -> None:
     prompt, rig = CASES[case].prompt, Rig(checkpoint(case))
     request = rig.add(prompt, max_tokens=24)
+    rig.run()
+    assert request.tokens[len(prompt) :] == oracle(case).greedy(prompt, 24)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", CASES)
+def test_a_gpu_gives_the_same_logits_and_tokens(
+    case: str, checkpoint: Callable[[str], Path], oracle: Callable[[str], Oracle]
+) -> None:
+    prompt, rig = CASES[case].prompt, Rig(checkpoint(case), max_step_tokens=9, buckets=(1, 2, 4, 8), on="cuda")
+    request = rig.add(prompt, max_tokens=24)
+    while request.generated == 0:
+        logits = rig.step()
+    assert logits is not None
+    close(logits[0].cpu(), oracle(case).prefill_logits(prompt)[-1])
     rig.run()
     assert request.tokens[len(prompt) :] == oracle(case).greedy(prompt, 24)
 
