@@ -26,12 +26,14 @@ class DecodePlan:
 
     `single`: (row, pages, visible positions) of rows that get their own call. `rows` [b], `tokens` [b * L] and `mask`
     [b, 1, 1, L] describe the packed ones: `tokens` index the pool with its pages flattened, padding repeats position 0.
+    `order` [B] undoes the order in which results come: the single ones, then the packed ones; None when that is no change.
     """
 
     single: tuple[tuple[int, slice | Tensor, int], ...]
     rows: Tensor
     tokens: Tensor
     mask: Tensor
+    order: Tensor | None
 
 
 def plan_decode(page_table: Tensor, lengths: list[int], page: int, device: torch.device, dtype: torch.dtype) -> DecodePlan:
@@ -50,21 +52,25 @@ def plan_decode(page_table: Tensor, lengths: list[int], page: int, device: torch
     position = position.where(seen, 0)
     tokens = table.gather(1, position // page) * page + position % page
     mask = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)[:, None, None]
-    return DecodePlan(single, _on(torch.tensor(packed, dtype=torch.long), device), tokens.flatten(), mask)
+    order = None if not packed or not alone else _on(torch.tensor(alone + packed).argsort(), device)
+    return DecodePlan(single, _on(torch.tensor(packed, dtype=torch.long), device), tokens.flatten(), mask, order)
 
 
 def decode_planned(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: DecodePlan, scale: float) -> Tensor:
     """q [B, Hq, D], pools [Hkv, pages, R, D] -> [B, Hq, D]."""
-    batch, heads, dim = q.shape
-    grouped = q.view(batch, k_pool.shape[0], heads // k_pool.shape[0], dim)  # [B, Hkv, G, D]
-    out = torch.empty_like(grouped)
-    for row, pages, length in plan.single:
-        k, v = (_read(pool, pages, length, q.dtype)[None] for pool in (k_pool, v_pool))
-        out[row] = scaled_dot_product_attention(grouped[row : row + 1], k, v, scale=scale)[0]
+    grouped = q.view(len(q), k_pool.shape[0], -1, q.shape[2])  # [B, Hkv, G, D]
+    results = []
+    if plan.single:
+        rows, flat_k, flat_v = grouped.split_with_sizes([1] * len(q)), k_pool.flatten(1, 2)[None], v_pool.flatten(1, 2)[None]
+        for row, pages, length in plan.single:
+            k, v = (_visible(flat, pages, length, k_pool.shape[2], q.dtype) for flat in (flat_k, flat_v))
+            results.append(scaled_dot_product_attention(rows[row], k, v, scale=scale))
     if count := len(plan.rows):
         k, v = (_gather(pool, plan.tokens, count, q.dtype) for pool in (k_pool, v_pool))
-        out[plan.rows] = scaled_dot_product_attention(grouped[plan.rows], k, v, attn_mask=plan.mask, scale=scale)
-    return out.view(batch, heads, dim)
+        some = grouped if count == len(q) else grouped[plan.rows]
+        results.append(scaled_dot_product_attention(some, k, v, attn_mask=plan.mask, scale=scale))
+    out = torch.cat(results) if len(results) > 1 else results[0]
+    return (out if plan.order is None else out[plan.order]).reshape(q.shape)
 
 
 def prefill(q: Tensor, k_pool: Tensor, v_pool: Tensor, pages: list[int], start: int, scale: float) -> Tensor:
@@ -114,6 +120,14 @@ def _read(pool: Tensor, pages: slice | Tensor, length: int, dtype: torch.dtype) 
     """The first `length` positions of `pages`: [Hkv, length, D], a view when the pages are consecutive."""
     part = pool[:, pages] if isinstance(pages, slice) else pool.index_select(1, pages)
     return part.flatten(1, 2)[:, :length].to(dtype)
+
+
+def _visible(flat: Tensor, pages: slice | Tensor, length: int, page: int, dtype: torch.dtype) -> Tensor:
+    """`_read` for one row of many, of a pool [1, Hkv, pages * R, D] that was flattened once: [1, Hkv, length, D]."""
+    if isinstance(pages, slice):
+        part = flat.narrow(2, pages.start * page, length)
+        return part if part.dtype == dtype else part.to(dtype)
+    return _read(flat[0].view(flat.shape[1], -1, page, flat.shape[3]), pages, length, dtype)[None]
 
 
 def _gather(pool: Tensor, tokens: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
