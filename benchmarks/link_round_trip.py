@@ -10,6 +10,7 @@ Links take turns in short rounds, so that a disturbance of the machine meets all
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import subprocess
 import sys
@@ -46,7 +47,7 @@ class Echo:
     weight_bytes = 0
 
     def forward(self, call: wire.LayerCall, out: torch.Tensor) -> int:
-        out.copy_(call.x)
+        ctypes.memmove(out.data_ptr(), call.x.data_ptr(), out.nbytes)
         return 0
 
 

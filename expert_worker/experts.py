@@ -80,7 +80,7 @@ class Experts:
     def forward(self, call: LayerCall, out: Tensor) -> int:
         """Fills out [N, H], which may lie on the host while the experts do not. Returns ns spent on copies into slots.
 
-        BadRequest for a layer or an expert that is not held here.
+        BadRequest for a layer or an expert that is not held here, a row that is not there, a weight that is not finite.
         """
         layer = self.layers.get(call.layer)
         if layer is None:
@@ -98,11 +98,15 @@ class Experts:
         return copy_ns
 
     def _sort(self, call: LayerCall) -> Pairs:
-        """The call's pairs, experts as places in the shard."""
-        expert = call.pair_expert.numpy()
+        """The call's pairs, experts as places in the shard. BadRequest for values that make no sense."""
+        row, expert, rows = call.pair_row.numpy(), call.pair_expert.numpy(), len(call.x)
+        if row.size and row.view(np.uint32).max() >= rows:  # as unsigned, a negative index is too large as well
+            raise BadRequest("pair_row", f"a row index is outside 0..{rows - 1}")
+        if not np.isfinite(call.pair_weight.numpy()).all():
+            raise BadRequest("pair_weight", "a gate weight is not finite")
         place = self._place.take(expert + 1, mode="clip")
         try:
-            return sort_pairs(call.pair_row.numpy(), place, call.pair_weight, len(call.x), self._device)
+            return sort_pairs(row, place, call.pair_weight, rows, self._device)
         except ValueError:  # a negative place; looking for one in every call would cost more
             wrong = expert[place < 0][0]
             raise BadRequest("pair_expert", f"expert {wrong} of layer {call.layer} is not held by this worker") from None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
@@ -20,31 +19,40 @@ the time of a copy."""
 _KEPT = 256  # shapes whose views are kept
 
 
+# Keeps the GIL, as ctypes' own memmove does not: giving it away can cost more than a small copy.
+_memmove = ctypes.PyDLL(None).memmove
+_memmove.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+
+
 class Sections(NamedTuple):
-    """Views of a frame's sections; a reply has only `x`."""
+    """Views of a frame's sections; of a reply, only `x` means something."""
 
     x: Tensor  # [N, H]
-    row: npt.NDArray[np.int32]  # [P]
-    expert: npt.NDArray[np.int32]  # [P]
-    weight: npt.NDArray[np.float32]  # [P]
-    pairs: tuple[Tensor, Tensor, Tensor]  # the three as tensors
+    row: Tensor  # [P] int32
+    expert: Tensor  # [P] int32
+    weight: Tensor  # [P] float32
 
 
-def aligned(offset: int) -> int:
-    """Where the next section may begin."""
-    return (offset + 31) & ~31
+def offsets(rows: int, hidden: int, pairs: int, itemsize: int) -> tuple[int, int, int, int]:
+    """Where pair rows, pair experts and pair weights begin (each at a multiple of 32), and where a request ends."""
+    row = (HEADER_BYTES + rows * hidden * itemsize + 31) & ~31
+    expert = (row + 4 * pairs + 31) & ~31
+    weight = (expert + 4 * pairs + 31) & ~31
+    return row, expert, weight, weight + 4 * pairs
 
 
 class FrameBuffer:
     """One frame in memory of its own or in shared memory.
 
-    Views are kept by shape, since decode steps repeat their shapes: making them costs more than all the rest of the coding,
-    above all with caches that the experts' weights have just swept.
+    Coding a frame of few rows must not wake up half of torch and numpy: where the experts' weights have just swept the caches,
+    a first call into either costs tens of microseconds. So tensors are written by address, and views are kept by shape, since
+    decode steps repeat their shapes.
     """
 
     def __init__(self, room: memoryview) -> None:
         """room: HEADROOM bytes, then the frame; should begin on a cache line."""
         self._room, self.memory = room, room[HEADROOM:]
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(room)) + HEADROOM
         self._sections: dict[tuple[int, int, int, torch.dtype], Sections] = {}
 
     @staticmethod
@@ -55,27 +63,35 @@ class FrameBuffer:
     def __len__(self) -> int:
         return len(self.memory)
 
+    def write(self, offset: int, tensor: Tensor) -> None:
+        """Copies a tensor's elements to `offset`, in order; it may live on any device. ValueError if it does not fit."""
+        if not tensor.is_cpu or not tensor.is_contiguous():
+            tensor = tensor.to("cpu").contiguous()
+        size = tensor.nbytes
+        if offset + size > len(self.memory):
+            raise ValueError(f"{size} bytes at {offset} do not fit into {len(self.memory)}")
+        _memmove(self._address + offset, tensor.data_ptr(), size)
+
     def sections(self, rows: int, hidden: int, pairs: int, dtype: torch.dtype) -> Sections:
-        """Views for these sizes, which must fit."""
+        """Views for these sizes. ValueError when they do not fit."""
         key = rows, hidden, pairs, dtype
         found = self._sections.get(key)
         if found is None:
             if len(self._sections) >= _KEPT:
                 self._sections.clear()
-            found = self._sections[key] = self._view(rows, hidden, pairs, dtype)
+            row, expert, weight, _ = offsets(rows, hidden, pairs, dtype.itemsize)
+            found = self._sections[key] = Sections(
+                self._view(HEADER_BYTES, rows * hidden, dtype).view(rows, hidden),
+                self._view(row, pairs, torch.int32),
+                self._view(expert, pairs, torch.int32),
+                self._view(weight, pairs, torch.float32),
+            )
         return found
 
-    def _view(self, rows: int, hidden: int, pairs: int, dtype: torch.dtype) -> Sections:
-        row = aligned(HEADER_BYTES + rows * hidden * dtype.itemsize)
-        expert = aligned(row + 4 * pairs)
-        weight = aligned(expert + 4 * pairs)
-        x = torch.empty(rows, hidden, dtype=dtype)
-        if rows * hidden:  # frombuffer refuses empty views
-            x = torch.frombuffer(self.memory, dtype=dtype, count=rows * hidden, offset=HEADER_BYTES).view(rows, hidden)
-        every = np.frombuffer(self.memory, np.uint8)
-        r, e = (every[begin : begin + 4 * pairs].view(np.int32) for begin in (row, expert))
-        w = every[weight : weight + 4 * pairs].view(np.float32)
-        return Sections(x, r, e, w, (torch.from_numpy(r), torch.from_numpy(e), torch.from_numpy(w)))
+    def _view(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
+        if count == 0:  # frombuffer refuses empty views
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
 
     def seal(self, size: int) -> bytes:
         """The ForwardRequest (or ForwardResponse: same layout) that carries this frame of `size` bytes.

@@ -1,9 +1,9 @@
 """The frame of `expert.proto`, encoded and decoded in place.
 
 A frame is a 96-byte header and raw little-endian sections, each aligned to 32 bytes from the frame's start; the layout
-stands beside `ForwardRequest` in the proto. Decoders check everything a peer could get wrong and raise BadRequest or Mismatch
-naming the header's field. What they return aliases the buffer: a frame in shared memory is computed from, and answered,
-where it lies.
+stands beside `ForwardRequest` in the proto. Decoders check everything in a header that a peer could get wrong and raise
+BadRequest or Mismatch naming the field. What they return aliases the buffer: a frame in shared memory is computed from, and
+answered, where it lies.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from forefetch.errors import BadRequest, ForefetchError, LinkDown, Mismatch
-from forefetch.frames import HEADER_BYTES, FrameBuffer, aligned
+from forefetch.frames import HEADER_BYTES, FrameBuffer, offsets
 
 MAGIC = 0x31524646  # "FFR1"
 REQUEST, REPLY, ERROR = 1, 2, 3
@@ -65,7 +64,7 @@ class Shape:
 
 def request_bytes(rows: int, hidden: int, pairs: int, dtype: torch.dtype) -> int:
     """Bytes of a request frame."""
-    return aligned(aligned(aligned(HEADER_BYTES + rows * hidden * dtype.itemsize) + 4 * pairs) + 4 * pairs) + 4 * pairs
+    return offsets(rows, hidden, pairs, dtype.itemsize)[3]
 
 
 def reply_bytes(rows: int, hidden: int, dtype: torch.dtype) -> int:
@@ -77,34 +76,31 @@ def encode_request(frame: FrameBuffer, call: LayerCall) -> int:
     """Writes `call` and returns the frame's bytes. x may live on any device. BadRequest if it does not fit."""
     rows, hidden = call.x.shape
     pairs, dtype = len(call.pair_row), call.x.dtype
-    size = request_bytes(rows, hidden, pairs, dtype)
+    row, expert, weight, size = offsets(rows, hidden, pairs, dtype.itemsize)
     if size > len(frame):
         raise BadRequest("rows", f"a frame of {rows} rows and {pairs} pairs takes {size} bytes; the link holds {len(frame)}")
     sizes = rows, hidden, pairs, 0, 0, 0, 0, size - HEADER_BYTES
     trace = call.trace or _UNTRACED
     HEADER.pack_into(frame.memory, 0, MAGIC, REQUEST, DTYPES[dtype], call.step, call.layer, *sizes, trace)
-    sections = frame.sections(rows, hidden, pairs, dtype)
-    sections.x.copy_(call.x)
-    sections.row[:] = call.pair_row.numpy()
-    sections.expert[:] = call.pair_expert.numpy()
-    sections.weight[:] = call.pair_weight.numpy()
+    frame.write(HEADER_BYTES, call.x)
+    frame.write(row, call.pair_row)
+    frame.write(expert, call.pair_expert)
+    frame.write(weight, call.pair_weight)
     return size
 
 
 def decode_request(frame: FrameBuffer, size: int, shape: Shape) -> LayerCall:
-    """Reads a request in the first `size` bytes. Mismatch when dtype or width are not `shape`'s; BadRequest if malformed."""
+    """Reads a request in the first `size` bytes. Mismatch when dtype or width are not `shape`'s; BadRequest if malformed.
+
+    The pairs' values are not looked at: whoever evaluates them has to.
+    """
     _, kind, code, step, layer, rows, hidden, pairs, _, _, _, _, body, trace = _header(frame, size)
     if kind != REQUEST:
         raise BadRequest("kind", f"expected {REQUEST} (request), got {kind}")
     dtype = _dtype(code)
     _check_shape(shape, dtype, hidden, rows)
     _check_body(size, body, request_bytes(rows, hidden, pairs, dtype))
-    sections = frame.sections(rows, hidden, pairs, dtype)
-    if pairs and int(sections.row.view(np.uint32).max()) >= rows:  # as unsigned, a negative index is too large as well
-        raise BadRequest("pair_row", f"a row index is outside 0..{rows - 1}")
-    if not np.isfinite(sections.weight).all():
-        raise BadRequest("pair_weight", "a gate weight is not finite")
-    return LayerCall(step, layer, sections.x, *sections.pairs, b"" if trace == _UNTRACED else trace)
+    return LayerCall(step, layer, *frame.sections(rows, hidden, pairs, dtype), b"" if trace == _UNTRACED else trace)
 
 
 def reply_rows(frame: FrameBuffer, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:

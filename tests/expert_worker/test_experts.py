@@ -111,7 +111,7 @@ def test_a_failed_copy_is_repeated_by_the_next_call(checkpoint: Folder, monkeypa
     assert torch.equal(forward(few, call), forward(experts_of(folder, held), call))
 
 
-def test_layers_and_experts_that_are_not_held_are_refused_by_name(checkpoint: Folder) -> None:
+def test_what_makes_no_sense_is_refused_by_name(checkpoint: Folder) -> None:
     folder = checkpoint("qwen3")
     spec = ModelSpec.load(folder)
     experts = experts_of(folder, (2, 3))
@@ -123,6 +123,16 @@ def test_layers_and_experts_that_are_not_held_are_refused_by_name(checkpoint: Fo
         expert[1] = wrong
         with pytest.raises(BadRequest, match=f"pair_expert: expert {wrong} "):
             forward(experts, LayerCall(1, good.layer, good.x, good.pair_row, expert, good.pair_weight))
+    for row in (2, -1, 2**31 - 1, -(2**31)):
+        pair_row = good.pair_row.clone()
+        pair_row[1] = row
+        with pytest.raises(BadRequest, match="pair_row"):
+            forward(experts, LayerCall(1, good.layer, good.x, pair_row, good.pair_expert, good.pair_weight))
+    for weight in (torch.nan, torch.inf, -torch.inf):
+        pair_weight = good.pair_weight.clone()
+        pair_weight[1] = weight
+        with pytest.raises(BadRequest, match="pair_weight"):
+            forward(experts, LayerCall(1, good.layer, good.x, good.pair_row, good.pair_expert, pair_weight))
     assert experts.load.sum() == 0
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from forefetch.errors import BadRequest
 from forefetch.frames import FrameBuffer
@@ -35,3 +36,21 @@ def test_unusual_messages_are_read_and_broken_ones_refused() -> None:
             frame.unseal(broken)
     with pytest.raises(BadRequest, match="11 bytes exceed the limit of 10"):
         frame.unseal(expert_pb2.ForwardRequest(frame=bytes(11)).SerializeToString())
+
+
+def test_tensors_are_written_in_order_from_anywhere_and_only_where_they_fit() -> None:
+    frame = FrameBuffer.allocate(200)
+    matrix = torch.arange(12, dtype=torch.float32).view(3, 4)
+    for tensor in (matrix, matrix.t(), matrix[:, 1::2], matrix[:0], matrix.bfloat16()):
+        frame.write(100, tensor)
+        size = tensor.nbytes
+        assert frame.memory[100 : 100 + size] == bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
+    frame.write(200 - matrix.nbytes, matrix)
+    for offset in (201 - matrix.nbytes, 300):
+        with pytest.raises(ValueError, match="do not fit"):
+            frame.write(offset, matrix)
+
+
+def test_views_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="buffer"):
+        FrameBuffer.allocate(200).sections(3, 10, 0, torch.float32)

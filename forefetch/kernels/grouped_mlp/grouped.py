@@ -73,7 +73,7 @@ class Evaluation:
 
     def _activate(self, hidden: Tensor, active: Tensor) -> None:
         """active = silu(gate) * up, in pieces that stay on one thread."""
-        if active.is_cuda or active.numel() < _SERIAL:
+        if active.is_cuda or active.numel() < _SERIAL or len(active) == 1:
             gate, up = hidden.chunk(2, dim=1)
             torch.mul(functional.silu(gate), up, out=active)
             return
