@@ -1,0 +1,1 @@
+"""How the reference model is made: data, tokenizer, training, export, evaluation."""
