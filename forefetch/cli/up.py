@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     config = build(ClusterConfig, vars(args))
     console = Console(stderr=True, highlight=False)
     with _terminated_like_interrupted(), start(config, console, verbose=args.verbose) as cluster:
-        _say_ready(cluster)
         try:
+            _say_ready(cluster)
             cluster.watch(lambda line: console.print(f"[yellow]{escape(line)}[/]"))
         except KeyboardInterrupt:
             _stop(cluster, console)

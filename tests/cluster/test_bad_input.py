@@ -9,12 +9,11 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 from cluster_calls import Router, Start, assert_fit_for_a_client, details, request
 from google.rpc import error_details_pb2
 from reference_model import CASES
 
-from forefetch import rpc, wire
+from forefetch import rpc
 from forefetch.cluster import Cluster
 from forefetch.v1 import expert_pb2, expert_pb2_grpc, router_pb2
 
@@ -131,20 +130,19 @@ def test_bytes_that_are_no_message_do_no_harm(router: Router) -> None:
 # The worker's side: frames.
 
 
-def good_frame(layer: int, experts: list[int], rows: int = 2) -> bytearray:
-    """A layer call of `rows` rows, each for all of `experts`."""
-    pairs = rows * len(experts)
-    call = wire.LayerCall(
-        step=7,
-        layer=layer,
-        x=torch.ones(rows, HIDDEN),
-        pair_row=torch.arange(rows, dtype=torch.int32).repeat_interleave(len(experts)),
-        pair_expert=torch.tensor(experts * rows, dtype=torch.int32),
-        pair_weight=torch.full((pairs,), 0.5),
-        trace=b"",
-    )
-    buffer = bytearray(wire.request_bytes(rows, HIDDEN, pairs, torch.float32))
-    return buffer[: wire.encode_request(memoryview(buffer), call)]
+def section(data: bytes) -> bytes:
+    """Padded to 32 bytes."""
+    return data + bytes(-len(data) % 32)
+
+
+def good_frame(layer: int, experts: list[int]) -> bytearray:
+    """A layer call of two rows of ones, each for both experts at weight 0.5, written by hand as expert.proto says."""
+    pairs = 4
+    body = section(struct.pack(f"<{2 * HIDDEN}f", *[1.0] * 2 * HIDDEN))
+    body += section(struct.pack("<4i", 0, 0, 1, 1)) + section(struct.pack("<4i", *experts, *experts))
+    body += struct.pack("<4f", *[0.5] * pairs)
+    header = struct.pack("<IHHQIIIIQQQII32x", 0x31524646, 1, 1, 7, layer, 2, HIDDEN, pairs, 0, 0, 0, 0, len(body))
+    return bytearray(header + body)
 
 
 def patched(frame: bytearray, at: int, kind: str, value: Any) -> bytearray:
