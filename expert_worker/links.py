@@ -121,7 +121,8 @@ class GrpcLink(Link):
         super().__init__(address, info)
         request, reply = info.request_room(max_rows), info.reply_room(max_rows)
         if max(request, reply) + HEADROOM > rpc.MESSAGE_LIMIT:
-            raise Mismatch(f"{max_rows} rows make frames of {request} bytes; gRPC carries {rpc.MESSAGE_LIMIT} at most")
+            limit = f"gRPC carries {rpc.MESSAGE_LIMIT} at most; lower the router's --max-step-tokens"
+            raise Mismatch(f"{max_rows} rows make frames of {request} bytes; {limit}")
         self._channel = channel
         self._request, self._reply = FrameBuffer.allocate(request), FrameBuffer.allocate(reply)
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()

@@ -217,6 +217,11 @@ def test_openshm_refuses_what_it_cannot_map(worker: Process) -> None:
             error = refusal(expert_pb2.OpenShmRequest(segment=name, nonce=bytes(16)))
             assert isinstance(error, Mismatch)
             assert "passwd" not in str(error)
+        if not shm.unsupported():
+            small = shm.Segment.create(1000, 100)
+            error = refusal(expert_pb2.OpenShmRequest(segment=small.name, nonce=small.nonce))
+            small.unlink()
+            assert "no room for a reply" in str(error)
 
 
 def test_describe_stats_metrics_and_health(model: Model, worker: Process) -> None:
