@@ -7,6 +7,7 @@ meanwhile. Those two calls are the only places where a layer may wait for the ho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Protocol
@@ -37,10 +38,15 @@ class Experts(Protocol):
         """
 
 
+# attend(layer, x [T, H]) -> the residual behind the attention of a layer yet to come, if x entered it. K and V of the rows are
+# written where that layer will write them, before it reads them.
+Attend = Callable[[int, torch.Tensor], torch.Tensor]
+
+
 class Observer(Protocol):
     """Watches the residual stream where experts are chosen. It must not write to what it is handed."""
 
-    def chosen(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    def chosen(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, attend: Attend) -> None:
         """The rows are with the workers: residual x [T, H] as the gate saw it before its norm; choice ids, weights [T, K]."""
 
     def returned(self, layer: int, x: torch.Tensor) -> None:
@@ -137,7 +143,7 @@ class Trunk:
     def _layer(self, index: int, layer: Layer, x: torch.Tensor, step: _Step) -> torch.Tensor:
         """One decoder layer, x [T, H] -> [T, H], stamped."""
         t0 = perf_counter_ns()
-        x = self._residual(x, self._attention(index, layer, self._norm(x, layer.input_norm), step))
+        x = self._attended(index, x, step)
         h = self._norm(x, layer.post_norm)
         t1 = perf_counter_ns()
         if layer.gate is None:
@@ -149,7 +155,7 @@ class Trunk:
         t2 = perf_counter_ns()
         step.experts.send(step.batch, index, h, ids, weights)
         if step.observer is not None:
-            step.observer.chosen(index, x, ids, weights)
+            step.observer.chosen(index, x, ids, weights, lambda later, estimate: self._attended(later, estimate, step))
         t3 = perf_counter_ns()
         out = self._shared(layer, h)
         t4 = perf_counter_ns()
@@ -163,6 +169,11 @@ class Trunk:
         own = t4 - t3 - hidden
         step.stamps.layer(index, t0, t1 - t0, t2 - t1, t5 - t2 - own, own + perf_counter_ns() - t5)
         return x
+
+    def _attended(self, index: int, x: torch.Tensor, step: _Step) -> torch.Tensor:
+        """Residual x [T, H] before a layer -> behind its attention."""
+        layer = self.layers[index]
+        return self._residual(x, self._attention(index, layer, self._norm(x, layer.input_norm), step))
 
     def _attention(self, index: int, layer: Layer, h: torch.Tensor, step: _Step) -> torch.Tensor:
         """h [T, H] -> [T, H]; writes K and V of all rows first, so that a chunk sees itself."""

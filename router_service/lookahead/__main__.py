@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(args: argparse.Namespace, console: Console) -> int:
-    options = Options(args.rank, args.epochs, args.batch, args.rate)
+    options = Options(args.distilled, args.rank, args.epochs, args.batch, args.rate)
     path, trained = commands.train(_source(args), args.generate, args.temperature, options, console)
     Console(highlight=False).print(tables.trained(trained, path))
     return 0
@@ -60,25 +60,26 @@ def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(prog="python -m router_service.lookahead", description=__doc__)
     commands_of = whole.add_subparsers(dest="command", required=True)
     train = commands_of.add_parser("train", help="train heads and write lookahead.safetensors beside the weights")
-    _add_source(train, 98_304, "tokens of text to record, over all files; 1,000 take about 9 MB with the reference model")
+    _add_source(train, 1024, 98_304, "tokens of text to record, over all files; 1,000 take about 9 MB with the reference model")
     train.add_argument("--generate", type=int, default=49_152, help="tokens of the model's own to record (%(default)s)")
     train.add_argument("--temperature", type=float, default=0.8, help="of those tokens (%(default)s)")
     defaults = Options()
+    train.add_argument("--distilled", type=int, default=defaults.distilled, help="width of a distilled network (%(default)s)")
     train.add_argument("--rank", type=int, default=defaults.rank, help="width of a correction (%(default)s)")
     train.add_argument("--epochs", type=int, default=defaults.epochs, help="passes over the recorded rows (%(default)s)")
     train.add_argument("--batch", type=int, default=defaults.batch, help="rows per update (%(default)s)")
     train.add_argument("--rate", type=float, default=defaults.rate, help="peak learning rate (%(default)s)")
     evaluate = commands_of.add_parser("eval", help="measure hints on text that heads were not trained on")
-    _add_source(evaluate, 0, "tokens of each file to run (default: all)")
+    _add_source(evaluate, 512, 0, "tokens of each file to run (default: all)")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")
     return whole
 
 
-def _add_source(command: argparse.ArgumentParser, tokens: int, text: str) -> None:
+def _add_source(command: argparse.ArgumentParser, context: int, tokens: int, text: str) -> None:
     command.add_argument("--model", required=True, metavar="DIR", help="the checkpoint")
     command.add_argument("--text", required=True, nargs="+", type=Path, metavar="FILE", help="UTF-8 text; one file per domain")
     command.add_argument("--tokens", type=int, default=tokens, metavar="N", help=text)
-    command.add_argument("--context", type=int, default=1024, metavar="N", help="longest sequence (%(default)s)")
+    command.add_argument("--context", type=int, default=context, metavar="N", help="longest sequence (%(default)s)")
     command.add_argument(
         *("--separator",), default="<|endoftext|>", help="what a line ends with that ends a document (%(default)s); '' for none"
     )

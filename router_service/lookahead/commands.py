@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from forefetch.errors import ConfigError, UnsupportedModel
 from router_service.lookahead import corpus, store
+from router_service.lookahead.calibrate import Walker
 from router_service.lookahead.corpus import Chunk
+from router_service.lookahead.estimate import Estimator
 from router_service.lookahead.evaluate import Evaluator, Scores
-from router_service.lookahead.record import Recorder
+from router_service.lookahead.record import Recorder, Trace
 from router_service.lookahead.runner import Runner
 from router_service.lookahead.store import Trained
-from router_service.lookahead.train import Options, Tasks, train_head
+from router_service.lookahead.train import Options, Tasks, distil, train_head
 from router_service.text import Text
 
 SEQUENCES = 32  # at most, in one forward
@@ -70,11 +72,31 @@ def train(source: Source, generate: int, temperature: float, options: Options, c
         recorder = _record(runner, texts + own, bars)
         trace = recorder.trace
         trained = Trained(recorder.mean_outputs(), {n: load / trace.rows for n, load in recorder.load.items()})
-        tasks = Tasks(runner.trunk, trace, trained.outputs)
-        for layer, distance, target in bars.track(list(tasks.keys()), description="training heads"):
-            head, recall = train_head(tasks.task(layer, distance, target), options)
-            trained.heads[layer, distance], trained.recall[layer, distance] = head, recall
+        learn(runner, trace, trained, options, bars)
+        aside = corpus.kept_aside(texts + own)
+        _calibrate(runner, [chunk for chunk in texts if chunk.document in aside], trained, bars)
     return store.save(trained, source.model, runner.checkpoint.digest), trained
+
+
+def learn(runner: Runner, trace: Trace, trained: Trained, options: Options, bars: Progress) -> None:
+    """Distilled networks first, then the heads that stand on them."""
+    tasks = Tasks(runner.trunk, trace, Estimator(runner.trunk, trained.outputs))
+    for layer in bars.track(list(trained.outputs), description="distilling layers") if options.distilled else ():
+        trained.distilled[layer] = distil(tasks, layer, options)
+    tasks = Tasks(runner.trunk, trace, Estimator(runner.trunk, trained.outputs, trained.distilled))
+    for layer, distance, target in bars.track(list(tasks.keys()), description="training heads"):
+        head, recall = train_head(tasks.task(layer, distance, target), options)
+        trained.heads[layer, distance], trained.recall[layer, distance] = head, recall
+
+
+def _calibrate(runner: Runner, parts: Sequence[Chunk], trained: Trained, bars: Progress) -> None:
+    """Hints with attention can only be judged as a router makes them: token by token."""
+    walker = Walker(trained.on(runner.trunk))
+    group = sorted((chunk.ids[:CONTINUATION] for chunk in parts[:SEQUENCES]), key=len, reverse=True)
+    for _ in bars.track(runner.follow(group, walker), total=len(group[0]), description="calibrating"):
+        pass
+    for key, (head, recall) in walker.heads(runner.spec.top_k).items():
+        trained.heads[key], trained.recall[key] = head, recall
 
 
 def _continuations(runner: Runner, texts: Sequence[Chunk], tokens: int, temperature: float, bars: Progress) -> list[Chunk]:
@@ -108,13 +130,11 @@ def evaluate(source: Source, console: Console) -> dict[str, Scores]:
     with progress(console) as bars:
         for path in source.texts:
             evaluator = Evaluator(runner.trunk, trained)
-            groups = list(corpus.batches(source.chunks(path, runner.length, source.tokens), SEQUENCES, ROWS))
-            _score(runner, evaluator, bars.track(groups, description=path.stem))
+            parts = sorted(source.chunks(path, runner.length, source.tokens), key=lambda chunk: len(chunk.ids), reverse=True)
+            task = bars.add_task(path.stem, total=sum(len(chunk.ids) for chunk in parts))
+            for group in corpus.batches(parts, SEQUENCES, SEQUENCES * runner.length):
+                evaluator.begin()
+                for rows in runner.follow([chunk.ids for chunk in group], evaluator):
+                    bars.advance(task, rows)
             found[path.stem] = evaluator.scores
     return found
-
-
-def _score(runner: Runner, evaluator: Evaluator, groups: Iterable[list[Chunk]]) -> None:
-    for group in groups:
-        evaluator.begin(group)
-        runner.prefill([chunk.ids for chunk in group], evaluator)

@@ -1,28 +1,57 @@
-"""Tier 0: what later gates will see, estimated without any training.
+"""Tier 0: what later gates will see, estimated.
 
 At the gate of layer L the residual x and the choice are known, the experts' outputs are not. A calibrated mean output per
-(layer, expert) stands in for them; the shared expert and dense layers in between are run exactly; attention in between is
-left out. The later layer's own norm and gate then rank its experts. Letters: T rows, H hidden, E experts, K top-k.
+(layer, expert) stands in for them, and a small distilled network for what the means leave unexplained; the shared expert and
+dense layers in between are run exactly. Attention in between is left out, or run on the estimate. The later layer's own norm
+and gate then rank its experts. Letters: T rows, H hidden, E experts, K top-k, F = H + E features, R rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag, linear, rms_norm
+from torch.nn.functional import embedding_bag, linear, rms_norm, silu
 
-from router_service.trunk import Layer, Trunk
+from router_service.trunk import Attend, Layer, Trunk
 
 WEIGHT_SCALE = 4.0  # brings the choice's weights to about the size of the other features
 
 
-class Estimator:
-    """`outputs`: layer -> mean outputs [E, H] of its experts; a layer without an entry counts as adding nothing."""
+@dataclass(frozen=True)
+class Network:
+    """down [R, F], bias [R], up [O, R], offset [O]: features [T, F] -> [T, O]."""
 
-    def __init__(self, trunk: Trunk, outputs: Mapping[int, Tensor]) -> None:
-        self.spec, self.layers, self.outputs = trunk.spec, trunk.layers, outputs
+    down: Tensor
+    bias: Tensor
+    up: Tensor
+    offset: Tensor
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Two layers with a SiLU between."""
+        return linear(silu(linear(features, self.down, self.bias)), self.up, self.offset)
+
+    def to(self, like: Tensor) -> Network:
+        """On the device of `like`, in its dtype."""
+        return Network(*(part.to(like) for part in (self.down, self.bias, self.up, self.offset)))
+
+    @staticmethod
+    def zero(features: int, rank: int, outputs: int, device: torch.device, seed: int = 1) -> Network:
+        """A network that gives zeros until it is trained."""
+        down = torch.randn(rank, features, generator=torch.Generator().manual_seed(seed)).to(device) / features**0.5
+        blank = [torch.zeros(shape, device=device) for shape in ((rank,), (outputs, rank), (outputs,))]
+        return Network(down, *blank)
+
+
+class Estimator:
+    """`outputs`: layer -> mean outputs [E, H]; `distilled`: layer -> the rest. A layer in neither counts as adding nothing."""
+
+    def __init__(self, trunk: Trunk, outputs: Mapping[int, Tensor], distilled: Mapping[int, Network] | None = None) -> None:
+        self.spec, self.layers, like = trunk.spec, trunk.layers, trunk.embedding
+        self.outputs = {layer: table.to(like) for layer, table in outputs.items()}
+        self.distilled = {layer: network.to(like) for layer, network in (distilled or {}).items()}
 
     def normed(self, layer: int, x: Tensor) -> Tensor:
         """The gate's input of `layer` if its residual is x [T, H]."""
@@ -41,25 +70,32 @@ class Estimator:
             table = self.outputs[layer]
             mean = embedding_bag(ids, table, mode="sum", per_sample_weights=weights.to(table.dtype))
             out = mean if out is None else out + mean
-        return x if out is None else torch.add(x, out, alpha=self.spec.residual_multiplier)
+        found = x if out is None else torch.add(x, out, alpha=self.spec.residual_multiplier)
+        network = self.distilled.get(layer)
+        return found if network is None else found + network(self.choice_features(x, ids, weights))
 
-    def between(self, layer: int, target: int, x: Tensor) -> Tensor:
-        """x [T, H] behind `layer` -> what reaches the gate of `target` through the dense layers in between."""
+    def reach(self, layer: int, target: int, x: Tensor, attend: Attend | None = None) -> Tensor:
+        """x [T, H] behind `layer` -> the residual at the gate of `target`; only dense layers lie in between."""
         for index in range(layer + 1, target):
             dense = self.layers[index].dense
             assert dense is not None
+            x = x if attend is None else attend(index, x)
             x = torch.add(x, dense(self.normed(index, x)), alpha=self.spec.residual_multiplier)
-        return x
+        return x if attend is None else attend(target, x)
 
     def unit(self, x: Tensor) -> Tensor:
-        """x [T, H] divided by its root mean square: what heads see of a residual."""
+        """x [T, H] divided by its root mean square: what networks see of a residual."""
         return rms_norm(x, x.shape[-1:], None, self.spec.rms_eps)
 
-    def features(self, x: Tensor, estimate: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """What a head sees [T, 2H + E]: the residual at the gate, the estimate behind the layer, the weights by expert."""
+    def choice_features(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The residual at a gate and its choice [T, H + E]."""
         chosen = x.new_zeros(len(x), self.spec.num_experts)
         chosen.scatter_(1, ids.long(), WEIGHT_SCALE * weights.to(x.dtype))
-        return torch.cat((self.unit(x), self.unit(estimate), chosen), dim=1)
+        return torch.cat((self.unit(x), chosen), dim=1)
+
+    def features(self, x: Tensor, estimate: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """What a head sees [T, 2H + E]: the residual at the gate and its choice, and the estimate behind the layer."""
+        return torch.cat((self.choice_features(x, ids, weights), self.unit(estimate)), dim=1)
 
 
 def shared_output(layer: Layer, x: Tensor, eps: float) -> Tensor | None:

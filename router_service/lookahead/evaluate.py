@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from router_service.lookahead.corpus import Chunk
 from router_service.lookahead.estimate import Estimator
 from router_service.lookahead.heads import EXTRA, Hint, Lookahead
 from router_service.lookahead.store import Trained
-from router_service.trunk import Trunk
+from router_service.trunk import Attend, Trunk
 
 NEXT, SECOND, REFINED, CONTROL = "L+1", "L+2", "L+1 refined", "control"
 METRICS = ("slots@k", "slots@k+2", "whole_set")
-HEADS, TIER0, NO_OUTPUTS, NEXT_GATE = "heads", "tier 0", "tier 0 without outputs", "next gate"
-PREVIOUS, HOT = "previous token", "hot list"
-METHODS = (HEADS, TIER0, NO_OUTPUTS, NEXT_GATE, PREVIOUS, HOT)
+HEADS, NO_ATTENTION = "lookahead", "without attention"
+TIER0_ATTENDED, TIER0, NO_OUTPUTS = "tier 0 with attention", "tier 0", "tier 0 without outputs"
+NEXT_GATE, PREVIOUS, HOT = "next gate", "previous token", "hot list"
+METHODS = (HEADS, NO_ATTENTION, TIER0_ATTENDED, TIER0, NO_OUTPUTS, NEXT_GATE, PREVIOUS, HOT)
 
 Row = dict[str, float]
 Key = tuple[str, str, int]  # method, distance, layer that was looked ahead to
@@ -60,60 +60,58 @@ class Scores:
 
 
 class Evaluator:
-    """Scores the heads and every baseline on the rows that pass."""
+    """Scores hints and every baseline on the rows that pass, one token of each sequence at a time, longest sequence first."""
 
     def __init__(self, trunk: Trunk, trained: Trained) -> None:
         spec = trunk.spec
         self.scores, self._trunk, self._moe = Scores(spec.top_k), trunk, spec.moe_layers
         self._named = min(spec.top_k + EXTRA, spec.num_experts)
         self._plain, self._hot = Estimator(trunk, {}), _hot(trained.load, self._named, trunk.embedding.device)
-        tier0 = Trained(trained.outputs, trained.load)
-        self._made: dict[str, Lookahead] = {
-            **{HEADS: trained.on(trunk), TIER0: tier0.on(trunk)},
-            NO_OUTPUTS: Lookahead(trunk, {}, {}),
-        }
+        means = Estimator(trunk, trained.outputs)
+        self._full, self._tier0, self._bare = trained.on(trunk), Lookahead(trunk, means, {}), Lookahead(trunk, self._plain, {})
         self._due: dict[int, list[tuple[str, str, Tensor]]] = {}
-        self._first = torch.empty(0, dtype=torch.bool)
+        self._before: dict[int, Tensor] = {}
 
-    def begin(self, group: Sequence[Chunk]) -> None:
-        """Announces the next forward's rows."""
-        first = torch.zeros(sum(len(chunk.ids) for chunk in group), dtype=torch.bool)
-        first[torch.tensor([0, *(len(chunk.ids) for chunk in group[:-1])]).cumsum(0)] = True
-        self._first, self._due = first.to(self._trunk.embedding.device), {}
+    def begin(self) -> None:
+        """Other sequences follow, from their first token."""
+        self._due, self._before = {}, {}
 
-    def chosen(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+    def chosen(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, attend: Attend) -> None:
         """Scores what was named for this layer; names experts for later ones."""
         own = self._plain.logits(layer, x)
         self.scores.add((CONTROL, CONTROL, layer), own.topk(self._trunk.spec.top_k).indices, ids)
         for method, distance, named in self._due.pop(layer, []):
             self.scores.add((method, distance, layer), named, ids)
         place = self._moe.index(layer)
+        hot = self._hot[layer].expand(len(ids), -1)
         for distance in (NEXT, SECOND)[:place]:
-            self.scores.add((PREVIOUS, distance, layer), self._previous(layer, own), ids)
-            self.scores.add((HOT, distance, layer), self._hot[layer].expand(len(ids), -1), ids)
-        for method, lookahead in self._made.items():
-            self._expect(method, lookahead.predict(layer, x, ids, weights))
-        h = self._plain.normed(layer, x)
-        for distance, target in zip((NEXT, SECOND), self._moe[place + 1 : place + 3], strict=False):
+            self.scores.add((PREVIOUS, distance, layer), self._before.get(layer, hot)[: len(ids)], ids)
+            self.scores.add((HOT, distance, layer), hot, ids)
+        self._before[layer] = own.topk(self._named).indices
+        self._expect(HEADS, self._full.predict(layer, x, ids, weights, attend))
+        self._expect(NO_ATTENTION, self._full.predict(layer, x, ids, weights))
+        self._expect(TIER0_ATTENDED, self._tier0.predict(layer, x, ids, weights, attend))
+        self._expect(TIER0, self._tier0.predict(layer, x, ids, weights))
+        self._expect(NO_OUTPUTS, self._bare.predict(layer, x, ids, weights))
+        self._next_gate(layer, self._plain.normed(layer, x))
+
+    def returned(self, layer: int, x: Tensor) -> None:
+        """Names the next layer's experts again."""
+        for method, lookahead in ((HEADS, self._full), (TIER0, self._tier0)):
+            hint = lookahead.refine(layer, x)
+            if hint is not None:
+                self._due.setdefault(hint.layer, []).append((method, REFINED, hint.experts))
+
+    def _next_gate(self, layer: int, h: Tensor) -> None:
+        """The later layers' gates, as they are, on this gate's input h [T, H]."""
+        for distance, target in zip((NEXT, SECOND), self._full.targets[layer], strict=False):
             gate = self._trunk.layers[target].gate
             assert gate is not None
             self._due.setdefault(target, []).append((NEXT_GATE, distance, linear(h, gate).topk(self._named).indices))
 
-    def returned(self, layer: int, x: Tensor) -> None:
-        """Names the next layer's experts again."""
-        for method in (HEADS, TIER0):
-            hint = self._made[method].refine(layer, x)
-            if hint is not None:
-                self._due.setdefault(hint.layer, []).append((method, REFINED, hint.experts))
-
     def _expect(self, method: str, hints: Sequence[Hint]) -> None:
         for distance, hint in zip((NEXT, SECOND), hints, strict=False):
             self._due.setdefault(hint.layer, []).append((method, distance, hint.experts))
-
-    def _previous(self, layer: int, logits: Tensor) -> Tensor:
-        """The best of the token before in the same layer [T, M]; the hot list for a sequence's first."""
-        best = logits.topk(self._named).indices.roll(1, 0)
-        return torch.where(self._first[:, None], self._hot[layer], best)
 
 
 def _hot(load: Mapping[int, Tensor], named: int, device: torch.device) -> dict[int, Tensor]:

@@ -1,9 +1,14 @@
 """The runtime form: at the gate of layer L, which experts the gates of the next two MoE layers will choose.
 
-    logits of layer L+d = gate(norm(estimate)) + up @ silu(down @ [norm(x), norm(estimate), weights])
+Two ways. Without attention, in a dozen small operations for both targets:
 
-The first term is tier 0 (`estimate.py`); the second is a trained correction that starts at zero. A head without one is
-tier 0. Once layer L's output is back, `refine` ranks L+1 again from the true residual: what it misses is attention alone.
+    logits of layer L+d = gate(norm(estimate)) + correction([norm(x), weights, norm(estimate)])
+
+where the estimate leaves out the attention in between (`estimate.py`) and the trained correction starts at zero. With
+attention, the layers ahead are walked through: their real attention on the estimate, their real gate, the estimate behind
+them. That is much surer, and takes the time of their attention once more, while the workers run layer L.
+
+Once layer L's output is back, `refine` ranks L+1 again from the true residual: what it misses is attention alone.
 
 Letters: T rows, H hidden, E experts, K top-k, M = K + 2 named experts, F features, R rank, D targets.
 """
@@ -17,32 +22,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-from router_service.lookahead.estimate import Estimator
-from router_service.trunk import Trunk
+from forefetch.kernels.gate import choose
+from router_service.lookahead.estimate import Estimator, Network
+from router_service.trunk import Attend, Trunk
 
 EXTRA = 2  # experts named beyond the top-k
 REFINED = 0  # the distance that refining heads are filed under: L+1, seen from behind layer L
-
-
-@dataclass(frozen=True)
-class Correction:
-    """down [R, F], bias [R], up [E, R], offset [E]: features [T, F] -> what is added to tier 0's logits [T, E]."""
-
-    down: Tensor
-    bias: Tensor
-    up: Tensor
-    offset: Tensor
-
-    def __call__(self, features: Tensor) -> Tensor:
-        """The definition; `_Stack` computes it for all targets at once."""
-        return linear(silu(linear(features, self.down, self.bias)), self.up, self.offset)
+ATTENDED = 10  # added to the distance of a hint made with attention
 
 
 @dataclass(frozen=True)
 class Head:
     """One (layer, distance). `scale` and `shift` make a probability of a logit's lead over the row's threshold."""
 
-    correction: Correction | None = None  # None: tier 0
+    correction: Network | None = None  # None, and always with attention: tier 0
     scale: float = 1.0
     shift: float = 0.0
 
@@ -60,21 +53,26 @@ class Hint:
 
 
 class Lookahead:
-    """Tier 0 with the corrections of `heads`, on the trunk's device in its dtype."""
+    """Makes hints out of an estimator and heads, on the trunk's device in its dtype."""
 
-    def __init__(self, trunk: Trunk, outputs: Mapping[int, Tensor], heads: Heads) -> None:
-        """`outputs`: layer -> mean outputs [E, H] of its experts; a layer without an entry counts as adding nothing."""
-        self.estimator, self._experts = Estimator(trunk, outputs), trunk.spec.num_experts
+    def __init__(self, trunk: Trunk, estimator: Estimator, heads: Heads) -> None:
+        self.spec, self.estimator, self._heads = trunk.spec, estimator, heads
         self._ahead: dict[int, _Stack] = {}
         self._refined: dict[int, _Stack] = {}
         moe = trunk.spec.moe_layers
-        for place, layer in enumerate(moe[:-1]):
-            targets = moe[place + 1 : place + 3]
-            self._ahead[layer] = _Stack(trunk, targets, [heads.get((layer, d + 1), Head()) for d in range(len(targets))])
-            self._refined[layer] = _Stack(trunk, targets[:1], [heads.get((layer, REFINED), Head())])
+        self.targets = {layer: moe[place + 1 : place + 3] for place, layer in enumerate(moe)}
+        for layer, targets in self.targets.items():
+            if targets:
+                self._ahead[layer] = _Stack(trunk, targets, [self._head(layer, d + 1) for d in range(len(targets))])
+                self._refined[layer] = _Stack(trunk, targets[:1], [self._head(layer, REFINED)])
 
-    def predict(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> list[Hint]:
-        """Residual x [T, H] at the gate of `layer` and its choice [T, K] -> hints for the next two MoE layers, nearer first."""
+    def predict(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, attend: Attend | None = None) -> list[Hint]:
+        """Residual x [T, H] at the gate of `layer` and its choice [T, K] -> hints for the next two MoE layers, nearer first.
+
+        With `attend` (of the trunk's observer) by way of attention; else without.
+        """
+        if attend is not None:
+            return self._walk(layer, x, ids, weights, attend)
         stack = self._ahead.get(layer)
         if stack is None:
             return []
@@ -90,13 +88,38 @@ class Lookahead:
         estimates = self._estimates(layer, stack.targets, x)
         return stack.hints(estimates, self.estimator.unit(estimates[0]) if stack.corrects else None)[0]
 
+    def _head(self, layer: int, distance: int) -> Head:
+        return self._heads.get((layer, distance), Head())
+
+    def _walk(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, attend: Attend) -> list[Hint]:
+        """Through the next two MoE layers and what lies in between, as the trunk will go, with estimates for its experts."""
+        spec, at, hints = self.spec, layer, list[Hint]()
+        for distance, target in enumerate(self.targets[layer], 1):
+            x = self.estimator.reach(at, target, self.estimator.behind(at, x, ids, weights), attend)
+            logits, head = self.estimator.logits(target, x), self._head(layer, ATTENDED + distance)
+            hints.append(Hint(target, *named(logits, spec.top_k, head.scale, head.shift)))
+            if distance < len(self.targets[layer]):
+                ids, weights = choose(logits, spec.top_k, spec.gate_rule, spec.renormalise)
+            at = target
+        return hints
+
     def _estimates(self, layer: int, targets: Sequence[int], x: Tensor) -> Tensor:
         """x [T, H] behind `layer` -> what reaches each target [D, T, H]; what MoE layers in between add is left out."""
         found = []
         for before, target in zip((layer, *targets), targets, strict=False):
-            x = self.estimator.between(before, target, x)
+            x = self.estimator.reach(before, target, x)
             found.append(x)
         return x.expand(len(targets), *x.shape) if all(each is x for each in found) else torch.stack(found)
+
+
+def named(logits: Tensor, top_k: int, scale: float | Tensor, shift: float | Tensor) -> tuple[Tensor, Tensor]:
+    """logits [.., T, E] -> the M best of each row and their probabilities.
+
+    A row's threshold lies midway between its K-th logit and the next.
+    """
+    best, experts = logits.float().topk(min(top_k + EXTRA, logits.shape[-1]), dim=-1)
+    edge = best[..., top_k - 1 : top_k + 1].mean(-1, keepdim=True)
+    return experts, torch.sigmoid((best - edge) * scale + shift)
 
 
 class _Stack:
@@ -104,7 +127,7 @@ class _Stack:
 
     def __init__(self, trunk: Trunk, targets: Sequence[int], heads: Sequence[Head]) -> None:
         self.targets, self._eps, spec = tuple(targets), trunk.spec.rms_eps, trunk.spec
-        self._top_k, self._named = spec.top_k, min(spec.top_k + EXTRA, spec.num_experts)
+        self._top_k = spec.top_k
         folded = [_gate(trunk, target) for target in targets]  # norm weight and gate in one matrix [H, E]
         like = folded[0]
         self._gates = torch.stack(folded)
@@ -126,10 +149,8 @@ class _Stack:
         return torch.baddbmm(logits + self._offset, hidden.transpose(0, 1), self._up)
 
     def hints(self, estimates: Tensor, features: Tensor | None) -> list[Hint]:
-        """The M best of each row and target. The threshold of a row lies midway between its K-th and next logit."""
-        best, experts = self.logits(estimates, features).float().topk(self._named, dim=-1)
-        edge = best[..., self._top_k - 1 : self._top_k + 1].mean(-1, keepdim=True)
-        probabilities = torch.sigmoid((best - edge) * self._scale + self._shift)
+        """One per target."""
+        experts, probabilities = named(self.logits(estimates, features), self._top_k, self._scale, self._shift)
         return [Hint(target, experts[d], probabilities[d]) for d, target in enumerate(self.targets)]
 
 
@@ -139,11 +160,9 @@ def _gate(trunk: Trunk, layer: int) -> Tensor:
     return (weights.gate * weights.post_norm).T
 
 
-def _padded(corrections: Sequence[Correction | None], experts: int, like: Tensor) -> list[Correction]:
+def _padded(corrections: Sequence[Network | None], experts: int, like: Tensor) -> list[Network]:
     """Zeros in place of the missing ones. All others have one shape."""
     shapes = [c.down.shape for c in corrections if c is not None] or [torch.Size((0, 0))]
     rank, width = shapes[0]
-    empty = Correction(
-        like.new_zeros(rank, width), like.new_zeros(rank), like.new_zeros(experts, rank), like.new_zeros(experts)
-    )
+    empty = Network(like.new_zeros(rank, width), like.new_zeros(rank), like.new_zeros(experts, rank), like.new_zeros(experts))
     return [empty if c is None else c for c in corrections]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from router_service.lookahead.corpus import Chunk
 from router_service.lookahead.estimate import shared_output
-from router_service.trunk import Trunk
+from router_service.trunk import Attend, Trunk
 
 LARGEST = torch.finfo(torch.float16).max
 
@@ -58,7 +58,7 @@ class Recorder:
         kept, trace.rows = end - trace.rows, end
         return kept
 
-    def chosen(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+    def chosen(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, attend: Attend) -> None:
         """Keeps the gate's side of the layer."""
         self._last, trace, kept = (x, ids, weights), self.trace, self._place.stop - self._place.start
         trace.x[layer][self._place] = narrow(x[:kept])
@@ -79,13 +79,13 @@ class Recorder:
         self.load[layer] += torch.bincount(ids.flatten(), minlength=spec.num_experts)
 
     def mean_outputs(self) -> dict[int, Tensor]:
-        """Layer -> [E, H] float32: the constant per expert that best explains the layer's weighted sums (least squares).
+        """Layer (but the last) -> [E, H] float32: the constants that best explain the layer's weighted sums (least squares).
 
         That is the mean output for experts which never meet; it is better where experts come together. The ridge leaves an
         expert that was never chosen at zero.
         """
         found = {}
-        for layer, square in self._square.items():
+        for layer, square in list(self._square.items())[:-1]:
             ridge = 1e-3 * square.diagonal().mean() * torch.eye(len(square), dtype=square.dtype, device=square.device)
             found[layer] = torch.linalg.solve(square + ridge, self._moment[layer]).float()
         return found

@@ -5,13 +5,15 @@ Sequence i owns pages 1 + i * P ... of the cache, page 0 is scratch. Letters: S 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from forefetch.kernels.grouped_mlp import SlotWeights, grouped_mlp
+from forefetch.pairs import sort_pairs
 from forefetch.spec import ModelSpec
 from forefetch.telemetry.ring import StepRing, StepStamps
 from forefetch.weights import Checkpoint, load_expert
@@ -33,11 +35,10 @@ class AllExperts:
 
     def send(self, batch: StepBatch, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         """Computes the rows' experts at once."""
-        rows, top_k = ids.shape
-        pair_row = torch.arange(rows, dtype=torch.int32).repeat_interleave(top_k)
-        self._rows = torch.empty_like(x)
-        pairs = pair_row, ids.flatten().to("cpu", torch.int32), weights.flatten().float().cpu()
-        grouped_mlp(x, self._layers[layer], *pairs, self._rows)
+        (rows, top_k), self._rows = ids.shape, torch.empty_like(x)
+        row, expert = np.arange(rows, dtype=np.int32).repeat(top_k), ids.flatten().to("cpu", torch.int32).numpy()
+        pairs = sort_pairs(row, expert, weights.flatten().float().cpu(), rows, x.device)
+        grouped_mlp(x, self._layers[layer], pairs, self._rows)
 
     def add(self, out: Tensor, layer: int, stamps: StepStamps) -> int:
         """Adds what `send` computed."""
@@ -81,6 +82,14 @@ class Runner:
         """One token of each of the first S sequences at its position -> logits [S, V]."""
         rows = torch.arange(len(tokens))
         return self._forward(torch.tensor(tokens), torch.tensor(positions), rows, (), rows, observer)
+
+    def follow(self, sequences: Sequence[Sequence[int]], observer: Observer) -> Iterator[int]:
+        """Given sequences, longest first, side by side, token by token, as a router decodes. Yields the rows of each step."""
+        lengths = [len(ids) for ids in sequences]
+        for position in range(lengths[0]):
+            alive = sum(length > position for length in lengths)
+            self.decode([ids[position] for ids in sequences[:alive]], [position] * alive, observer)
+            yield alive
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, temperature: float, seed: int = 0) -> list[list[int]]:
         """Each prompt with `tokens` sampled tokens behind it; an end-of-text token does not end it."""

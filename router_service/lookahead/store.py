@@ -1,12 +1,14 @@
 """`lookahead.safetensors`, beside the weights of the checkpoint that it was made for.
 
-Tensors: `outputs.<layer>` [E, H], `load.<layer>` [E] (share of the tokens that chose an expert), and per head with a correction
-`head.<layer>.<distance>.<part>`. Metadata: format, the model's digest, and one JSON object with what else is known per head.
+Tensors: `outputs.<layer>` [E, H], `load.<layer>` [E] (share of tokens that chose an expert), `distilled.<layer>.<part>`,
+`head.<layer>.<distance>.<part>` for heads with a correction. Matrices are int8 with a float16 scale per row (`<name>.scale`),
+vectors float16. Metadata: format, the model's digest, and one JSON list with what else is known per head.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forefetch.errors import Mismatch
-from router_service.lookahead.heads import Correction, Head, Lookahead
+from router_service.lookahead.estimate import Estimator, Network
+from router_service.lookahead.heads import Head, Lookahead
 from router_service.trunk import Trunk
 
 NAME = "lookahead.safetensors"
@@ -31,31 +34,29 @@ class Trained:
 
     outputs: dict[int, Tensor]
     load: dict[int, Tensor]
+    distilled: dict[int, Network] = field(default_factory=dict)
     heads: dict[tuple[int, int], Head] = field(default_factory=dict)
     recall: dict[tuple[int, int], float] = field(default_factory=dict)  # slots@k+2 on documents kept aside
 
     def on(self, trunk: Trunk) -> Lookahead:
         """Ready to run."""
-        weight = trunk.embedding
-        return Lookahead(trunk, {layer: table.to(weight) for layer, table in self.outputs.items()}, self.heads)
+        return Lookahead(trunk, Estimator(trunk, self.outputs, self.distilled), self.heads)
 
 
 def save(trained: Trained, folder: Path, digest: str) -> Path:
-    """Writes the file in float16 and returns its path."""
+    """Writes the file and returns its path."""
     tensors = {f"outputs.{layer}": table for layer, table in trained.outputs.items()}
     tensors |= {f"load.{layer}": share for layer, share in trained.load.items()}
+    for layer, network in trained.distilled.items():
+        tensors |= _parts(f"distilled.{layer}.", network)
     facts = []
     for (layer, distance), head in sorted(trained.heads.items()):
-        facts.append(
-            {
-                **{"layer": layer, "distance": distance, "kind": "tier 0" if head.correction is None else "mlp"},
-                **{"scale": head.scale, "shift": head.shift, "slots@k+2": trained.recall.get((layer, distance))},
-            }
-        )
-        for part in PARTS if head.correction is not None else ():
-            tensors[f"head.{layer}.{distance}.{part}"] = getattr(head.correction, part)
+        fact = {"layer": layer, "distance": distance, "kind": "tier 0" if head.correction is None else "head"}
+        facts.append(fact | {"scale": head.scale, "shift": head.shift, "slots@k+2": trained.recall.get((layer, distance))})
+        if head.correction is not None:
+            tensors |= _parts(f"head.{layer}.{distance}.", head.correction)
     path, metadata = folder / NAME, {"format": FORMAT, "model": digest, "heads": json.dumps(facts)}
-    save_file({name: t.detach().to("cpu", torch.float16).contiguous() for name, t in tensors.items()}, path, metadata)
+    save_file(_packed(tensors), path, metadata)
     return path
 
 
@@ -67,13 +68,41 @@ def load(folder: Path, digest: str, moe_layers: tuple[int, ...]) -> Trained:
     try:
         with safe_open(path, framework="pt") as file:
             facts = _facts(file.metadata() or {}, digest)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-            heads = {(fact["layer"], fact["distance"]): _head(fact, tensors) for fact in facts}
-            recall = {(fact["layer"], fact["distance"]): fact["slots@k+2"] for fact in facts}
-            outputs, shares = ({n: tensors[f"{kind}.{n}"].float() for n in moe_layers} for kind in ("outputs", "load"))
+            tensors = _unpacked({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a dict
+        heads = {(fact["layer"], fact["distance"]): _head(fact, tensors) for fact in facts}
+        recall = {(fact["layer"], fact["distance"]): fact["slots@k+2"] for fact in facts}
+        shares = {n: tensors[f"load.{n}"] for n in moe_layers}
+        outputs = {n: tensors[f"outputs.{n}"] for n in moe_layers[:-1]}
+        distilled = {n: _network(f"distilled.{n}.", tensors) for n in moe_layers if f"distilled.{n}.down" in tensors}
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise Mismatch(f"{NAME}: cannot be read ({type(error).__name__})") from error
-    return Trained(outputs, shares, heads, recall)
+    return Trained(outputs, shares, distilled, heads, recall)
+
+
+def _parts(prefix: str, network: Network) -> dict[str, Tensor]:
+    return {prefix + part: getattr(network, part) for part in PARTS}
+
+
+def _network(prefix: str, tensors: Mapping[str, Tensor]) -> Network:
+    return Network(*(tensors[prefix + part] for part in PARTS))
+
+
+def _packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As they are stored."""
+    found = {}
+    for name, tensor in tensors.items():
+        values = tensor.detach().to("cpu", torch.float32).contiguous()
+        if values.dim() == 2:
+            scale = (values.abs().amax(1, keepdim=True) / 127).clamp(min=1e-7).half()
+            found[name + ".scale"], values = scale, (values / scale.float()).round().clamp(-127, 127)
+        found[name] = values.to(torch.int8 if values.dim() == 2 else torch.float16)
+    return found
+
+
+def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As they are used, float32."""
+    plain = {name: tensor.float() for name, tensor in tensors.items() if not name.endswith(".scale")}
+    return {name: values * tensors[name + ".scale"].float() if values.dim() == 2 else values for name, values in plain.items()}
 
 
 def _facts(metadata: dict[str, str], digest: str) -> list[dict[str, Any]]:
@@ -85,9 +114,7 @@ def _facts(metadata: dict[str, str], digest: str) -> list[dict[str, Any]]:
     return facts
 
 
-def _head(fact: dict[str, Any], tensors: dict[str, Tensor]) -> Head:
-    correction = None
-    if fact["kind"] != "tier 0":
-        name = f"head.{fact['layer']}.{fact['distance']}."
-        correction = Correction(*(tensors[name + part].float() for part in PARTS))
+def _head(fact: dict[str, Any], tensors: Mapping[str, Tensor]) -> Head:
+    name = f"head.{fact['layer']}.{fact['distance']}."
+    correction = None if fact["kind"] == "tier 0" else _network(name, tensors)
     return Head(correction, float(fact["scale"]), float(fact["shift"]))

@@ -25,7 +25,7 @@ from router_service.lookahead.evaluate import (
 from router_service.lookahead.store import Trained
 
 DISTANCES = (NEXT, REFINED, SECOND)
-NAMES = {0: REFINED, 1: NEXT, 2: SECOND}
+COLUMNS = {NEXT: 11, REFINED: 0, SECOND: 12, "L+1 without attention": 1, "L+2 without attention": 2}
 
 
 def as_json(scores: Mapping[str, Scores]) -> dict[str, Any]:
@@ -37,10 +37,10 @@ def trained(found: Trained, path: Path) -> RenderableType:
     """What was kept per layer, and its slots@k+2 on documents kept aside."""
     table = Table(title=f"{path.name}: slots@k+2 on documents kept aside", title_justify="left")
     table.add_column("at layer", justify="right")
-    for distance in DISTANCES:
-        table.add_column(distance, justify="right")
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
     for layer in sorted({layer for layer, _ in found.heads}):
-        table.add_row(str(layer), *(_kept(found, layer, distance) for distance in (1, 0, 2)))
+        table.add_row(str(layer), *(_kept(found, layer, distance) for distance in COLUMNS.values()))
     return table
 
 
@@ -48,7 +48,7 @@ def _kept(found: Trained, layer: int, distance: int) -> str:
     head = found.heads.get((layer, distance))
     if head is None:
         return ""
-    return f"{_percent(found.recall[layer, distance])} {'tier 0' if head.correction is None else 'head'}"
+    return _percent(found.recall[layer, distance]) + ("" if head.correction is None else " head")
 
 
 def evaluated(scores: Mapping[str, Scores]) -> RenderableType:

@@ -1,19 +1,20 @@
-"""Heads from a trace: a correction per (layer, distance), kept where it beats tier 0 on documents that were not trained on.
+"""What is learned from a trace: a distilled network per layer, and a correction per (layer, distance) where it helps.
 
-Letters: N rows of the trace, B batch, H hidden, E experts, K top-k, F features, R rank.
+A correction is kept where it beats tier 0 on documents that were not trained on. Letters: N rows of the trace, B batch,
+H hidden, E experts, K top-k, F features, R rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from router_service.lookahead.estimate import Estimator
-from router_service.lookahead.heads import EXTRA, REFINED, Correction, Head
+from router_service.lookahead.estimate import Estimator, Network
+from router_service.lookahead.heads import EXTRA, REFINED, Head
 from router_service.lookahead.record import Trace
 from router_service.trunk import Trunk
 
@@ -22,16 +23,18 @@ PIECE = 8192  # rows of the trace that are worked on at once
 
 @dataclass(frozen=True)
 class Options:
-    """How a head is trained.
+    """How networks are trained.
 
-    rank: width of the correction; its size on disk and its time grow with it.
-    epochs, batch, rate: passes over the trace, rows per update, peak learning rate of AdamW under a one-cycle schedule.
+    distilled, rank: widths of the distilled networks and of the corrections; size on disk and time grow with them. 0: none.
+    epochs, batch, rate, decay: passes over the trace, rows per update, peak learning rate and weight decay of AdamW under a
+    one-cycle schedule.
     """
 
-    rank: int = 64
+    distilled: int = 384
+    rank: int = 32
     epochs: int = 8
     batch: int = 1024
-    rate: float = 3e-3
+    rate: float = 2e-3
     decay: float = 0.01
     seed: int = 1
 
@@ -56,8 +59,8 @@ class Task:
 class Tasks:
     """Everything that can be learned from one trace."""
 
-    def __init__(self, trunk: Trunk, trace: Trace, outputs: dict[int, Tensor]) -> None:
-        self.trunk, self.trace, self.estimator = trunk, trace, Estimator(trunk, outputs)
+    def __init__(self, trunk: Trunk, trace: Trace, estimator: Estimator) -> None:
+        self.trunk, self.trace, self.estimator = trunk, trace, estimator
 
     def keys(self) -> Iterator[tuple[int, int, int]]:
         """(layer, distance, layer that is looked ahead to) of every head."""
@@ -84,63 +87,93 @@ class Tasks:
         trace, look, like = self.trace, self.estimator, self.trunk.embedding
         truth = look.logits(target, trace.x[target][rows].to(like))
         if distance == REFINED:
-            first = estimate = look.between(layer, target, trace.after[layer][rows].to(like))
+            first = estimate = look.reach(layer, target, trace.after[layer][rows].to(like))
             return look.unit(first), look.logits(target, estimate), truth
         x, ids, weights = trace.x[layer][rows].to(like), trace.ids[layer][rows].long(), trace.weights[layer][rows].float()
         moe = self.trunk.spec.moe_layers
-        first = look.between(layer, moe[moe.index(layer) + 1], look.behind(layer, x, ids, weights))
-        estimate = first if distance == 1 else look.between(moe[moe.index(target) - 1], target, first)
+        first = look.reach(layer, moe[moe.index(layer) + 1], look.behind(layer, x, ids, weights))
+        estimate = first if distance == 1 else look.reach(moe[moe.index(target) - 1], target, first)
         return look.features(x, first, ids, weights), look.logits(target, estimate), truth
 
 
 def train_head(task: Task, options: Options) -> tuple[Head, float]:
     """The better of tier 0 and a trained correction, calibrated, and its slots@k+2 on the held-in rows."""
     held = task.held_in
-    base = task.base[held].float()
-    correction = fit(task, options)
-    corrected = base + _in_pieces(correction, task.features[held])
-    if task.recall(corrected) > task.recall(base):
-        return Head(correction, *calibrate(corrected, task.member[held], task.top_k)), task.recall(corrected)
-    return Head(None, *calibrate(base, task.member[held], task.top_k)), task.recall(base)
+    found: Network | None = None
+    logits = task.base[held].float()
+    if options.rank:
+        correction = fit_correction(task, options)
+        corrected = logits + _in_pieces(correction, task.features[held])
+        if task.recall(corrected) > task.recall(logits):
+            found, logits = correction, corrected
+    best, ids = logits.topk(min(task.top_k + EXTRA, logits.shape[1]))
+    return Head(found, *calibrate(lead(best, task.top_k), task.member[held].gather(1, ids))), task.recall(logits)
 
 
-def zero(features: int, experts: int, rank: int, device: torch.device, seed: int = 1) -> Correction:
-    """A correction that corrects nothing yet."""
-    draw = torch.Generator().manual_seed(seed)
-    down = torch.randn(rank, features, generator=draw).to(device) / features**0.5
-    return Correction(
-        *(down, torch.zeros(rank, device=device)),
-        *(torch.zeros(experts, rank, device=device), torch.zeros(experts, device=device)),
-    )
-
-
-def fit(task: Task, options: Options) -> Correction:
+def fit_correction(task: Task, options: Options) -> Network:
     """Trains on the rows that are not held in."""
-    rows = (~task.held_in).nonzero()[:, 0]
-    correction = zero(task.features.shape[1], task.base.shape[1], options.rank, task.base.device, options.seed)
-    parameters = [part.requires_grad_() for part in vars(correction).values()]
+    features, experts = task.features.shape[1], task.base.shape[1]
+    network = Network.zero(features, options.rank, experts, task.base.device, options.seed)
+
+    def value(part: Tensor) -> Tensor:
+        logits = task.base[part].float() + network(task.features[part].float())
+        return loss(logits, task.truth[part].float(), task.member[part], task.top_k)
+
+    return _descend(network, value, (~task.held_in).nonzero()[:, 0], options)
+
+
+def distil(tasks: Tasks, layer: int, options: Options) -> Network:
+    """A network for what the mean outputs of `layer` leave unexplained, so that later gates see what they will see.
+
+    Half of the loss is the error of the residual relative to its length, which is what a norm makes of it; the other half is
+    the divergence of the next two gates' softmax.
+    """
+    trace, look, spec = tasks.trace, tasks.estimator, tasks.trunk.spec
+    features = spec.hidden_size + spec.num_experts
+    network = Network.zero(features, options.distilled, spec.hidden_size, trace.held_in.device, options.seed)
+    moe = spec.moe_layers
+    seen_by = moe[moe.index(layer) + 1 : moe.index(layer) + 3]
+
+    def value(part: Tensor) -> Tensor:
+        after, x = trace.after[layer][part].float(), trace.x[layer][part].float()
+        ids, weights = trace.ids[layer][part].long(), trace.weights[layer][part].float()
+        estimate = look.behind(layer, x, ids, weights) + network(look.choice_features(x, ids, weights))
+        relative = (estimate - after).square().sum(1) / after.square().sum(1).clamp(min=1e-12)
+        gates = [_divergence(look.logits(target, estimate), look.logits(target, after)) for target in seen_by]
+        return 10.0 * relative.mean() + sum(gates, torch.zeros(()))
+
+    rows = (~trace.held_in[: trace.rows]).nonzero()[:, 0]
+    return _descend(network, value, rows, options)
+
+
+def _descend(network: Network, value: Callable[[Tensor], Tensor], rows: Tensor, options: Options) -> Network:
+    """AdamW on value(row numbers [B]); returns the trained network."""
+    parameters = [part.requires_grad_() for part in vars(network).values()]
     batch = min(options.batch, len(rows))
-    steps = options.epochs * (len(rows) // batch)
     optimizer = torch.optim.AdamW(parameters, options.rate, weight_decay=options.decay)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.rate, total_steps=max(steps, 2), pct_start=0.1)
+    steps = max(2, options.epochs * (len(rows) // batch))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.rate, total_steps=steps, pct_start=0.1)
     draw = torch.Generator().manual_seed(options.seed)
     for _ in range(options.epochs):
-        for part in rows[torch.randperm(len(rows), generator=draw).to(rows.device)].split(batch):  # type: ignore[no-untyped-call]
-            if len(part) < batch:
-                continue
-            logits = task.base[part].float() + correction(task.features[part].float())
+        order = rows[torch.randperm(len(rows), generator=draw).to(rows.device)]
+        for at in range(0, len(rows) - batch + 1, batch):
             optimizer.zero_grad()
-            loss(logits, task.truth[part].float(), task.member[part], task.top_k).backward()  # type: ignore[no-untyped-call]
+            value(order[at : at + batch]).backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             schedule.step()
-    return Correction(*(part.detach() for part in parameters))
+    return Network(*(part.detach() for part in parameters))
+
+
+def _divergence(logits: Tensor, truth: Tensor) -> Tensor:
+    """KL to the softmax of the true logits, mean over rows."""
+    return functional.kl_div(logits.log_softmax(-1), truth.log_softmax(-1), log_target=True, reduction="batchmean")
 
 
 def loss(logits: Tensor, truth: Tensor, member: Tensor, top_k: int) -> Tensor:
     """KL to the router's softmax, plus cross-entropy of being in the top-k on each expert's lead over the row's threshold."""
-    divergence = functional.kl_div(logits.log_softmax(-1), truth.log_softmax(-1), log_target=True, reduction="batchmean")
     ranking = functional.binary_cross_entropy_with_logits(2.0 * lead(logits, top_k), member.float())
-    return divergence + 8.0 * ranking
+    return _divergence(logits, truth) + 8.0 * ranking
 
 
 def lead(logits: Tensor, top_k: int) -> Tensor:
@@ -150,20 +183,20 @@ def lead(logits: Tensor, top_k: int) -> Tensor:
 
 
 @torch.no_grad()
-def _in_pieces(correction: Correction, features: Tensor) -> Tensor:
-    return torch.cat([correction(piece.float()) for piece in features.split(PIECE)])  # type: ignore[no-untyped-call]
+def _in_pieces(network: Network, features: Tensor) -> Tensor:
+    pieces = [features[at : at + PIECE] for at in range(0, len(features), PIECE)]
+    return torch.cat([network(piece.float()) for piece in pieces])
 
 
-def calibrate(logits: Tensor, member: Tensor, top_k: int) -> tuple[float, float]:
-    """Scale and shift under which sigmoid(scale * lead + shift) is the chance of being chosen, for the M named of each row."""
-    best, ids = logits.topk(min(top_k + EXTRA, logits.shape[1]))
-    leads, hit = lead(best, top_k), member.gather(1, ids).float()
-    knobs = torch.tensor([1.0, 0.0], device=logits.device, requires_grad=True)
+def calibrate(leads: Tensor, hit: Tensor) -> tuple[float, float]:
+    """Leads [N, M] of the named experts and whether they were chosen -> scale and shift of `heads.named`."""
+    target = hit.float()
+    knobs = torch.tensor([1.0, 0.0], device=leads.device, requires_grad=True)
     optimizer = torch.optim.LBFGS([knobs], max_iter=50, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        value = functional.binary_cross_entropy_with_logits(knobs[0] * leads + knobs[1], hit)
+        value = functional.binary_cross_entropy_with_logits(knobs[0] * leads + knobs[1], target)
         value = value + 1e-4 * knobs.square().sum()  # rows that are always right would push the scale to infinity
         value.backward()  # type: ignore[no-untyped-call]
         return value
