@@ -62,9 +62,9 @@ class Experts:
         if self.slots is None:
             self._fill(number, w13, w2)
         elif self.weights.w2.is_cuda:
-            self._host.append((w13.pin_memory(), w2.pin_memory()))
+            self._host.append((_turned(w13).pin_memory().t(), _turned(w2).pin_memory().t()))
         else:
-            self._host.append((w13, w2))
+            self._host.append((_turned(w13).t(), _turned(w2).t()))
 
     def _fill(self, slot: int, w13: Tensor, w2: Tensor) -> None:
         self.weights.w13[slot].copy_(w13, non_blocking=True)
@@ -129,8 +129,14 @@ class Experts:
 
 
 def _pool(slots: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[slots, rows, columns], each slot on an alignment of its own: a product's last bits may depend on it."""
+    """[slots, rows, columns], each slot on an alignment of its own (a product's last bits may depend on it) and turned:
+    memory runs along `rows`, which is what a CPU multiplies a few rows of x by fastest (benchmarks/LOG.md)."""
     step = _ALIGNMENT // dtype.itemsize
     size = rows * columns
     pool = torch.empty(slots, -(-size // step) * step, dtype=dtype, device=device)
-    return pool[:, :size].view(slots, rows, columns)
+    return pool[:, :size].view(slots, columns, rows).transpose(1, 2)
+
+
+def _turned(matrix: Tensor) -> Tensor:
+    """A host copy laid out as the pool's slots are, so that filling one is a plain copy."""
+    return matrix.t().contiguous()

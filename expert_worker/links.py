@@ -128,7 +128,7 @@ class GrpcLink(Link):
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         self._deadline = 0.0
         self._closed = threading.Event()
-        stream: Any = channel.stream_stream(FORWARD)  # raw messages: `wire` seals and unseals them
+        stream: Any = channel.stream_stream(FORWARD)  # raw messages, see FrameBuffer.seal
         self._replies = stream(iter(self._messages.get, None))
         _within(timeout_s, self._replies, self._replies.initial_metadata)
         if not self._replies.is_active():

@@ -36,7 +36,7 @@ class ExpertService:
         self._since = time.monotonic()
 
     def register(self, server: grpc.Server) -> None:
-        """Adds the service. By hand and not by the stub: Forward carries raw messages, which `wire` seals and unseals."""
+        """Adds the service. By hand and not by the stub: Forward carries raw messages (see FrameBuffer.seal)."""
         unary = grpc.unary_unary_rpc_method_handler
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Describe": unary(
