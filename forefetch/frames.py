@@ -18,7 +18,6 @@ HEADROOM = 32
 the time of a copy."""
 _KEPT = 256  # shapes whose views are kept
 
-
 # Keeps the GIL, as ctypes' own memmove does not: giving it away can cost more than a small copy.
 _memmove = ctypes.PyDLL(None).memmove
 _memmove.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
@@ -63,13 +62,12 @@ class FrameBuffer:
     def __len__(self) -> int:
         return len(self.memory)
 
-    def write(self, offset: int, tensor: Tensor) -> None:
-        """Copies a tensor's elements to `offset`, in order; it may live on any device. ValueError if it does not fit."""
+    def write(self, offset: int, size: int, tensor: Tensor) -> None:
+        """Copies a tensor's elements (`size` bytes) to `offset`, in order; any device will do. ValueError if it does not fit."""
+        if tensor.nbytes != size or offset + size > len(self.memory):
+            raise ValueError(f"{tensor.nbytes} bytes do not fit into {size} bytes at {offset} of {len(self.memory)}")
         if not tensor.is_cpu or not tensor.is_contiguous():
             tensor = tensor.to("cpu").contiguous()
-        size = tensor.nbytes
-        if offset + size > len(self.memory):
-            raise ValueError(f"{size} bytes at {offset} do not fit into {len(self.memory)}")
         _memmove(self._address + offset, tensor.data_ptr(), size)
 
     def sections(self, rows: int, hidden: int, pairs: int, dtype: torch.dtype) -> Sections:

@@ -82,10 +82,10 @@ def encode_request(frame: FrameBuffer, call: LayerCall) -> int:
     sizes = rows, hidden, pairs, 0, 0, 0, 0, size - HEADER_BYTES
     trace = call.trace or _UNTRACED
     HEADER.pack_into(frame.memory, 0, MAGIC, REQUEST, DTYPES[dtype], call.step, call.layer, *sizes, trace)
-    frame.write(HEADER_BYTES, call.x)
-    frame.write(row, call.pair_row)
-    frame.write(expert, call.pair_expert)
-    frame.write(weight, call.pair_weight)
+    frame.write(HEADER_BYTES, rows * hidden * dtype.itemsize, call.x)
+    frame.write(row, 4 * pairs, call.pair_row)
+    frame.write(expert, 4 * pairs, call.pair_expert)
+    frame.write(weight, 4 * pairs, call.pair_weight)
     return size
 
 

@@ -42,13 +42,13 @@ def test_tensors_are_written_in_order_from_anywhere_and_only_where_they_fit() ->
     frame = FrameBuffer.allocate(200)
     matrix = torch.arange(12, dtype=torch.float32).view(3, 4)
     for tensor in (matrix, matrix.t(), matrix[:, 1::2], matrix[:0], matrix.bfloat16()):
-        frame.write(100, tensor)
         size = tensor.nbytes
+        frame.write(100, size, tensor)
         assert frame.memory[100 : 100 + size] == bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
-    frame.write(200 - matrix.nbytes, matrix)
-    for offset in (201 - matrix.nbytes, 300):
+    frame.write(152, 48, matrix)
+    for offset, size in ((153, 48), (300, 48), (100, 47), (100, 52)):
         with pytest.raises(ValueError, match="do not fit"):
-            frame.write(offset, matrix)
+            frame.write(offset, size, matrix)
 
 
 def test_views_that_do_not_fit_are_refused() -> None:

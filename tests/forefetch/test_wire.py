@@ -155,6 +155,13 @@ def test_a_call_too_large_for_the_link_is_refused() -> None:
         wire.reply_rows(FrameBuffer.allocate(100), 3, 5, torch.float32)
 
 
+@pytest.mark.parametrize("wrong", [torch.zeros(4, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)])
+def test_pairs_of_another_size_never_reach_the_wire(wrong: torch.Tensor) -> None:
+    call = dataclasses.replace(a_call(), pair_expert=wrong)
+    with pytest.raises(ValueError, match="do not fit"):
+        wire.encode_request(FrameBuffer.allocate(1000), call)
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
