@@ -20,7 +20,8 @@ from torch import Tensor
 from expert_worker.config import ExpertConfig
 from expert_worker.experts import Experts
 from forefetch import shm, wire
-from forefetch.errors import ConfigError, ForefetchError
+from forefetch.device import place
+from forefetch.errors import ForefetchError
 from forefetch.frames import FrameBuffer
 from forefetch.placement import shard_of
 from forefetch.spec import ModelSpec
@@ -159,7 +160,7 @@ def load(config: ExpertConfig, on_progress: Callable[[int, int], None] = lambda 
     """Reads the checkpoint's shard. Raises ConfigError or UnsupportedModel."""
     folder = Path(config.model)
     spec, checkpoint = ModelSpec.load(folder), Checkpoint(folder)
-    device, dtype = _place(config, spec)
+    device, dtype = place(config.device, config.dtype, spec.dtype)
     held = shard_of(spec.num_experts, config.shards)[config.shard]
     slots = config.slot_count(len(held) * len(spec.moe_layers))
     experts = Experts(spec, checkpoint, held, device=device, dtype=dtype, slots=slots, on_progress=on_progress)
@@ -177,14 +178,3 @@ def load(config: ExpertConfig, on_progress: Callable[[int, int], None] = lambda 
         shm_domain=shm.domain(),
     )
     return Core(info, experts)
-
-
-def _place(config: ExpertConfig, spec: ModelSpec) -> tuple[torch.device, torch.dtype]:
-    """Resolves every "auto"."""
-    name = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if name.split(":")[0] not in ("cpu", "cuda") or (name.startswith("cuda") and not torch.cuda.is_available()):
-        raise ConfigError(f"--device {name}: there is no such device here")
-    device = torch.device(name)
-    automatic = "float32" if device.type == "cpu" else spec.dtype
-    dtype: torch.dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
-    return device, dtype

@@ -10,6 +10,7 @@ import torch
 
 from expert_worker import client as expert
 from forefetch import rpc
+from forefetch.device import place
 from forefetch.errors import ConfigError
 from forefetch.spec import ModelSpec, read_json
 from forefetch.weights import Checkpoint
@@ -35,14 +36,9 @@ class Placement:
     @staticmethod
     def of(config: RouterConfig, spec: ModelSpec) -> Placement:
         """Resolves every "auto". Raises ConfigError for a device that is not there."""
-        name = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        if name.split(":")[0] not in ("cpu", "cuda") or (name.startswith("cuda") and not torch.cuda.is_available()):
-            raise ConfigError(f"--device {name}: there is no such device here")
-        device = torch.device(name)
-        automatic = "float32" if device.type == "cpu" else spec.dtype
-        dtype = config.dtype if config.dtype != "auto" else automatic
-        kv = config.kv_format if config.kv_format != "auto" else dtype
-        return Placement(device, getattr(torch, dtype), getattr(torch, kv))
+        device, dtype = place(config.device, config.dtype, spec.dtype)
+        kv = dtype if config.kv_format == "auto" else getattr(torch, config.kv_format)
+        return Placement(device, dtype, kv)
 
     @property
     def approximate_kv(self) -> str:
