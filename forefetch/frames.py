@@ -63,7 +63,7 @@ class FrameBuffer:
         return len(self.memory)
 
     def write(self, offset: int, size: int, tensor: Tensor) -> None:
-        """Copies a tensor's elements (`size` bytes) to `offset`, in order; any device will do. ValueError if it does not fit."""
+        """Copies a tensor's elements (`size` bytes) to `offset`, in order, from any device. ValueError if they do not fit."""
         if tensor.nbytes != size or offset + size > len(self.memory):
             raise ValueError(f"{tensor.nbytes} bytes do not fit into {size} bytes at {offset} of {len(self.memory)}")
         if not tensor.is_cpu or not tensor.is_contiguous():
