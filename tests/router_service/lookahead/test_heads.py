@@ -1,4 +1,4 @@
-"""Tier 0 and heads on every family: the control, exactness where nothing is left out, zero corrections, the stacked form."""
+"""Hints on every family: the control, exactness where nothing is left out, zero corrections, the stacked form."""
 
 from __future__ import annotations
 
@@ -13,12 +13,24 @@ from reference_model import CASES
 from forefetch.telemetry.ring import StepStamps
 from router_service.batch import StepBatch
 from router_service.lookahead.corpus import Chunk
-from router_service.lookahead.evaluate import CONTROL, HEADS, METHODS, NEXT, REFINED, SECOND, TIER0, Evaluator, Scores
-from router_service.lookahead.heads import EXTRA, Correction, Head, Hint, Lookahead
+from router_service.lookahead.estimate import Network
+from router_service.lookahead.evaluate import (
+    CONTROL,
+    METHODS,
+    NEXT,
+    NO_ATTENTION,
+    REFINED,
+    SECOND,
+    TIER0,
+    TIER0_ATTENDED,
+    Evaluator,
+    Scores,
+)
+from router_service.lookahead.heads import EXTRA, Head, Hint, Lookahead
 from router_service.lookahead.record import Recorder
 from router_service.lookahead.runner import Runner
 from router_service.lookahead.store import Trained
-from router_service.lookahead.train import zero
+from router_service.trunk import Attend
 
 Runners = Callable[[str], Runner]
 Untrained = Callable[[Runner], Trained]
@@ -26,8 +38,9 @@ Untrained = Callable[[Runner], Trained]
 
 def scores(runner: Runner, trained: Trained, sequences: list[Chunk]) -> Scores:
     evaluator = Evaluator(runner.trunk, trained)
-    evaluator.begin(sequences)
-    runner.prefill([chunk.ids for chunk in sequences], evaluator)
+    evaluator.begin()
+    for _ in runner.follow(sorted((chunk.ids for chunk in sequences), key=len, reverse=True), evaluator):
+        pass
     return evaluator.scores
 
 
@@ -95,7 +108,40 @@ def test_with_constant_experts_too_nothing_is_left_out_of_the_first_hint(
     with without_attention(model), constant_experts(model, trained.outputs):
         found = scores(model, trained, sequences)
     assert all(row["slots@k+2"] == 1.0 for row in found.layers(TIER0, NEXT).values())
-    assert list(found.layers(HEADS, SECOND)) == list(model.spec.moe_layers[2:])
+    assert list(found.layers(NO_ATTENTION, SECOND)) == list(model.spec.moe_layers[2:])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_with_constant_experts_nothing_is_left_out_by_way_of_attention(
+    case: str, runner: Runners, untrained: Untrained, sequences: list[Chunk]
+) -> None:
+    model = runner(case)
+    trained = untrained(model)
+    with constant_experts(model, trained.outputs):
+        found = scores(model, trained, sequences)
+    for distance, first in ((NEXT, 1), (SECOND, 2)):
+        layers = found.layers(TIER0_ATTENDED, distance)
+        assert list(layers) == list(model.spec.moe_layers[first:])
+        # Naming K + 2 hides a near-tie; a choice that fell the other way changes what the layer behind it sees.
+        assert all(row["slots@k+2"] > 0.99 for row in layers.values())
+
+
+def test_hints_by_way_of_attention_change_no_logit(runner: Runners, untrained: Untrained, sequences: list[Chunk]) -> None:
+    model = runner("qwen3-dense-first")
+    lookahead = untrained(model).on(model.trunk)
+
+    class Wild:
+        """Runs the attention of later layers on nonsense."""
+
+        def chosen(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, attend: Attend) -> None:
+            lookahead.predict(layer, -3.0 * x, ids, weights, attend)
+
+        def returned(self, layer: int, x: torch.Tensor) -> None:
+            lookahead.refine(layer, -x)
+
+    ids = [chunk.ids for chunk in sequences]
+    for run in (model.prefill, lambda ids, observer=None: model.decode([row[0] for row in ids], [0] * len(ids), observer)):
+        assert torch.equal(run(ids, Wild()), run(ids))
 
 
 def test_mean_outputs_find_what_constant_experts_add(runner: Runners, untrained: Untrained) -> None:
@@ -120,7 +166,7 @@ class Hints:
     def __init__(self, lookahead: Lookahead, *, refined: bool = True) -> None:
         self.lookahead, self.refined, self.hints = lookahead, refined, list[Hint]()
 
-    def chosen(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    def chosen(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, attend: Attend) -> None:
         self.hints += self.lookahead.predict(layer, x, ids, weights)
 
     def returned(self, layer: int, x: torch.Tensor) -> None:
@@ -149,7 +195,7 @@ def test_a_zero_correction_is_tier_0_to_the_bit(
 ) -> None:
     model, cpu = runner(case), torch.device("cpu")
     plain, headed = untrained(model), untrained(model)
-    headed.heads = {key: Head(zero(width(model, key[1]), model.spec.num_experts, 8, cpu)) for key in keys(model)}
+    headed.heads = {key: Head(Network.zero(width(model, key[1]), 8, model.spec.num_experts, cpu)) for key in keys(model)}
     for mine, other in zip(hints(model, headed, sequences), hints(model, plain, sequences), strict=True):
         assert mine.layer == other.layer
         assert torch.equal(mine.experts, other.experts)
@@ -172,11 +218,11 @@ class Definition:
         self.estimator, self.heads, self.moe = lookahead.estimator, trained.heads, moe
         self.logits: list[torch.Tensor] = []
 
-    def chosen(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    def chosen(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, attend: Attend) -> None:
         place, look, before = self.moe.index(layer), self.estimator, layer
         estimate, seen = look.behind(layer, x, ids, weights), None
         for distance, target in enumerate(self.moe[place + 1 : place + 3], 1):
-            estimate = look.between(before, target, estimate)
+            estimate = look.reach(before, target, estimate)
             seen = look.features(x, estimate, ids, weights) if seen is None else seen
             correction = self.heads[layer, distance].correction
             logits = look.logits(target, estimate)
@@ -193,9 +239,9 @@ def test_the_stacked_form_computes_the_formula(
 ) -> None:
     model, trained, draw = runner(case), untrained(runner(case)), torch.Generator().manual_seed(6)
 
-    def correction(distance: int) -> Correction:
+    def correction(distance: int) -> Network:
         shapes = (8, width(model, distance)), (8,), (model.spec.num_experts, 8), (model.spec.num_experts,)
-        return Correction(*(0.1 * torch.randn(shape, generator=draw) for shape in shapes))
+        return Network(*(0.1 * torch.randn(shape, generator=draw) for shape in shapes))
 
     trained.heads = {key: Head(correction(key[1]) if key[1] != 1 or key[0] % 2 else None) for key in keys(model)}
     lookahead = trained.on(model.trunk)
@@ -213,5 +259,6 @@ def test_every_method_is_scored_at_both_distances(runner: Runners, untrained: Un
     found = scores(model, untrained(model), sequences)
     for method in METHODS:
         for distance in (NEXT, SECOND)[: len(model.spec.moe_layers) - 1]:
+            assert list(found.layers(method, distance)) == list(model.spec.moe_layers[(NEXT, SECOND).index(distance) + 1 :])
             assert all(0.0 <= share <= 1.0 for share in found.mean(method, distance).values())
             assert found.mean(method, distance)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,10 @@ import torch
 from forefetch.errors import ConfigError
 from router_service.lookahead import corpus
 from router_service.lookahead.corpus import Chunk
-from router_service.lookahead.train import Options, Task, calibrate, lead, loss, train_head
+from router_service.lookahead.estimate import Estimator
+from router_service.lookahead.record import Recorder
+from router_service.lookahead.runner import Runner
+from router_service.lookahead.train import Options, Task, Tasks, calibrate, distil, lead, loss, train_head
 
 
 def task(noise: float, rows: int = 4000, experts: int = 16, top_k: int = 4) -> Task:
@@ -41,8 +45,8 @@ def test_tier_0_stays_when_there_is_nothing_to_learn() -> None:
 def test_calibrated_probabilities_are_frequencies() -> None:
     work = task(noise=0.5)
     logits = work.base.float()
-    scale, shift = calibrate(logits, work.member, work.top_k)
     best, ids = logits.topk(work.top_k + 2)
+    scale, shift = calibrate(lead(best, work.top_k), work.member.gather(1, ids))
     chance = torch.sigmoid(scale * lead(best, work.top_k) + shift)
     hit = work.member.gather(1, ids).float()
     for low, high in ((0.0, 0.5), (0.5, 0.7), (0.7, 0.9)):
@@ -62,8 +66,27 @@ def test_choosing_all_experts_is_no_special_case() -> None:
     logits = torch.randn(32, 8)
     everything = torch.ones(32, 8, dtype=torch.bool)
     assert torch.isfinite(loss(logits, logits, everything, 8))
-    scale, shift = calibrate(logits, everything, 8)
+    scale, shift = calibrate(lead(logits, 8), everything)
     assert torch.sigmoid(scale * lead(logits, 8) + shift).min() > 0.5
+
+
+def test_a_distilled_network_explains_more_than_the_means(runner: Callable[[str], Runner]) -> None:
+    model, draw = runner("qwen3"), torch.Generator().manual_seed(7)
+    parts = [Chunk(f"{i:064x}", torch.randint(4, 320, (48,), generator=draw).tolist()) for i in range(40)]
+    recorder, aside = Recorder(model.trunk, 40 * 48, torch.device("cpu")), corpus.kept_aside(parts)
+    for group in corpus.batches(parts, 4, 192):
+        recorder.begin(group, aside)
+        model.prefill([chunk.ids for chunk in group], recorder)
+    trace, means = recorder.trace, recorder.mean_outputs()
+    network = distil(Tasks(model.trunk, trace, Estimator(model.trunk, means)), 0, Options(distilled=64, epochs=30, batch=128))
+    held = ~trace.held_in[: trace.rows]  # a random model's experts cannot be learned from so few rows: only fitted
+    x, ids, weights = trace.x[0][held].float(), trace.ids[0][held].long(), trace.weights[0][held].float()
+    errors = [
+        float((look.behind(0, x, ids, weights) - trace.after[0][held].float()).square().sum())
+        for look in (Estimator(model.trunk, {}), Estimator(model.trunk, means), Estimator(model.trunk, means, {0: network}))
+    ]
+    assert errors[2] < 0.95 * errors[1]
+    assert errors[1] < 0.95 * errors[0]
 
 
 def test_documents_are_whole_and_on_one_side(tmp_path: Path) -> None:
