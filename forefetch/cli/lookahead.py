@@ -36,6 +36,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--context", metavar="N", help="longest sequence, in tokens")
     parser.add_argument("--separator", metavar="TEXT", help="what ends a document's last line")
     parser.add_argument("--generate", metavar="N", help="train: tokens of the model's own answers to record")
+    parser.add_argument("--distilled", metavar="N", help="train: width of what stands in for a layer's experts")
     parser.add_argument("--rank", metavar="N", help="train: width of a head")
     parser.add_argument("--epochs", metavar="N", help="train: passes over what was recorded")
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, or auto")
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _flags(args: argparse.Namespace) -> list[str]:
     flags = [args.action, "--model", args.model, "--text", *args.text]
-    for name in ("tokens", "context", "separator", "generate", "rank", "epochs", "device", "threads"):
+    for name in ("tokens", "context", "separator", "generate", "distilled", "rank", "epochs", "device", "threads"):
         if (value := getattr(args, name)) is not None:
             flags.append(f"--{name}={value}")
     return [*flags, "--json"] if args.json else flags
