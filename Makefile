@@ -42,7 +42,8 @@ check: $(STAMP) ## lint, format, types
 	$(BIN)/mypy
 
 bench: $(STAMP) ## measure; appends to benchmarks/results.csv
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.link_round_trip
+	$(BIN)/python -m benchmarks.decode_throughput
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

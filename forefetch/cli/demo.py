@@ -20,8 +20,8 @@ from forefetch.errors import BadRequest, ConfigError
 from forefetch.settings import build
 
 REFERENCE = Path("models") / "reference"
-CHAT = "What is the capital of France, and what is it known for?"
-CODE = "def fibonacci(n):\n"
+CHAT = "What do you like to do on the weekend?"
+CODE = "import argparse\n\n\ndef main():\n"
 MAX_TOKENS = 96
 EPILOG = """\
 Examples:
@@ -119,11 +119,11 @@ def _hints(model: str, html: Path | None, console: Console) -> None:
     if html:
         console.print(f"\nThe waterfall of the code answer, step by step: [bold]{escape(str(html))}[/]", soft_wrap=True)
     steps = (
-        (f"forefetch up --model {model}", "a cluster that stays"),
-        ('forefetch generate --chat "Hello"', "ask it"),
-        ("forefetch trace REQUEST_ID --html trace.html", "one request, layer by layer, worker by worker"),
-        ("forefetch stats", "counters, quantiles, workers, KV service"),
+        (f"up --model {model}", "a cluster that stays; then, in another terminal:"),
+        ('generate --chat "Do you have any pets?"', "ask it"),
+        ('trace --prompt "def add(a, b):" --html trace.html', "one request, layer by layer, worker by worker"),
+        ("stats --watch", "counters, quantiles, workers, KV service"),
     )
     console.print("\nNext:")
     for command, meaning in steps:
-        console.print(f"  {escape(command)}    [dim]# {meaning}[/]", soft_wrap=True)
+        console.print(f"  {escape(up.program())} {escape(command)}    [dim]# {meaning}[/]", soft_wrap=True)

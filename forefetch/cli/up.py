@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -78,13 +80,20 @@ def start(config: ClusterConfig, console: Console, *, verbose: bool = False) -> 
         return Cluster.start(config, on_loading=loading, on_line=line)
 
 
+def program() -> str:
+    """The command as this user can type it: by name where it is on PATH, else by the path it was started with."""
+    if shutil.which("forefetch"):
+        return "forefetch"
+    return "python -m forefetch.cli" if sys.argv[0].endswith(".py") else os.path.relpath(sys.argv[0])
+
+
 def _say_ready(cluster: Cluster) -> None:
     config = cluster.config
     workers = f"{config.workers} expert workers" if cluster.worker_names else "experts in the router"
     print(f"Forefetch serves {config.model} at {cluster.address} ({workers}{', KV service' if config.kv else ''}).")
     if config.metrics_port:
         print(f"Metrics: http://127.0.0.1:{config.metrics_port}/metrics")
-    print(f'\n  forefetch generate --address {cluster.address} "Once upon a time"\n')
+    print(f'\n  {program()} generate --address {cluster.address} "Once upon a time"\n')
     print("Ctrl-C stops it.")
     sys.stdout.flush()
 

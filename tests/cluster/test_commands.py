@@ -92,6 +92,6 @@ def test_demo_shows_answers_and_where_the_time_went(checkpoint: Callable[[str], 
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    for word in ("chat", "code", "TTFT", "TPOT p99", "attention", "expert compute", "link", "sampling", "forefetch up"):
+    for word in ("chat", "code", "TTFT", "TPOT p99", "attention", "expert compute", "link", "sampling", " up --model"):
         assert word in done.stdout, word
     assert page.stat().st_size > 10_000

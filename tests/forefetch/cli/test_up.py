@@ -82,7 +82,7 @@ def test_says_where_it_serves_and_stops_cleanly(number: int, up: subprocess.Pope
     address = text.partition(" at ")[2].split()[0]
     assert address.startswith("127.0.0.1:")
     assert "3 expert workers, KV service" in text
-    assert f'forefetch generate --address {address} "' in text
+    assert f' generate --address {address} "' in text
     until_true(lambda: len(pids(stand_ins)) == 5)
     os.kill(up.pid, number)
     out, err = up.communicate(timeout=20)
