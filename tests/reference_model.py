@@ -278,6 +278,9 @@ class Oracle:
             self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
             ).eval()
+        # Tests share their cores with the processes under test: a second thread here would spin in their way.
+        torch.set_num_threads(1)
+        self._answers: dict[tuple[tuple[int, ...], int, bool], list[int]] = {}
 
     @torch.no_grad()
     def prefill_logits(self, ids: Sequence[int]) -> torch.Tensor:
@@ -286,9 +289,15 @@ class Oracle:
             logits = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits
         return logits[0].float()  # type: ignore[no-any-return]
 
-    @torch.no_grad()
     def greedy(self, ids: Sequence[int], n: int, *, ignore_eos: bool = True) -> list[int]:
         """The n ids that `generate` appends; fewer when an end-of-sequence token comes and is not ignored (it is included)."""
+        key = (tuple(ids), n, ignore_eos)
+        if key not in self._answers:
+            self._answers[key] = self._generate(ids, n, ignore_eos)
+        return list(self._answers[key])
+
+    @torch.no_grad()
+    def _generate(self, ids: Sequence[int], n: int, ignore_eos: bool) -> list[int]:
         prompt = torch.tensor([list(ids)])
         with quiet():
             import transformers
