@@ -30,10 +30,10 @@ class Options:
     one-cycle schedule.
     """
 
-    distilled: int = 384
+    distilled: int = 360
     rank: int = 32
-    epochs: int = 8
-    batch: int = 1024
+    epochs: int = 12
+    batch: int = 512
     rate: float = 2e-3
     decay: float = 0.01
     seed: int = 1
