@@ -94,8 +94,11 @@ class Scheduler:
         self._service_s = 1.0  # smoothed time from start to end of a request, for retry hints
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Overloaded, with an estimate of when a place is free, when the queue is full."""
-        if len(self.waiting) >= self.max_waiting:
+        """Queues a request. Overloaded, with an estimate of when a place is free, when the queue is full.
+
+        Requests that the next step will start do not wait: a burst into an idle router fills its batch, then the queue.
+        """
+        if len(self.waiting) >= self.max_waiting + max(0, self.max_batch - len(self.running)):
             retry = max(0.05, self._service_s * (len(self.waiting) + 1) / self.max_batch)
             raise Overloaded(f"the queue is full ({self.max_waiting} waiting)", retry_after_s=retry)
         self.waiting.append(request)

@@ -47,7 +47,7 @@ def train(texts: Iterable[str]) -> Tokenizer:
 
 def save(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,

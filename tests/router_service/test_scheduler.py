@@ -79,12 +79,15 @@ def test_the_last_token_needs_no_page() -> None:
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
-    scheduler = make(max_waiting=2)
-    scheduler.submit(request(1))
-    scheduler.submit(request(2))
+    scheduler = make(max_batch=3, max_waiting=2)
+    for key in range(5):  # a burst: three that the next step starts, two that wait
+        scheduler.submit(request(key))
     with pytest.raises(Overloaded, match="2 waiting") as caught:
-        scheduler.submit(request(3))
+        scheduler.submit(request(5))
     assert caught.value.retry_after_s > 0
+    assert len(scheduler.admit(0.0)) == 3
+    with pytest.raises(Overloaded):
+        scheduler.submit(request(6))
 
 
 def test_cancelled_and_expired_requests_free_their_pages_at_once() -> None:
