@@ -64,16 +64,19 @@ def synthetic(folder: Path) -> Path:
 def transformers_results(model: Path, batches: tuple[int, ...], new_tokens: int, threads: int) -> dict[int, Result]:
     """transformers generate in float32, as it comes."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
+    # No end-of-sequence token: min_new_tokens would otherwise forbid it, and our side does not.
+    greedy = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     torch.set_num_threads(threads)
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    oracle.generation_config = GenerationConfig(**greedy)
 
     def run(ids: torch.Tensor, count: int) -> tuple[float, torch.Tensor]:
         started = perf_counter()
         with torch.inference_mode():
             mask, lengths = torch.ones_like(ids), {"min_new_tokens": count, "max_new_tokens": count}
-            out = oracle.generate(ids, attention_mask=mask, do_sample=False, **lengths)
+            out = oracle.generate(ids, attention_mask=mask, generation_config=GenerationConfig(**greedy, **lengths))
         return perf_counter() - started, out
 
     results = {}

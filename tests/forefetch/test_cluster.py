@@ -65,6 +65,12 @@ def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         time.sleep(0.02)
 
 
+def loading_line(process: Process) -> str:
+    """The stub's report of its flags; standard error is read on a thread, so it may come a moment after the ready line."""
+    until(lambda: any(line.startswith("loading") for line in list(process.tail)))
+    return next(line for line in list(process.tail) if line.startswith("loading"))
+
+
 def gone(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as stat:
@@ -80,10 +86,10 @@ def test_starts_everything_and_stops_it(config: ClusterConfig) -> None:
         assert [step[1:] for step in seen if step[0] == "worker-1"] == [(0, 0), (3, 4), (1, 1)]
         assert seen[-1] == ("router", 1, 1)
         assert cluster.address == cluster.processes["router"].address
-        line = next(line for line in cluster.processes["router"].tail if line.startswith("loading"))
+        line = loading_line(cluster.processes["router"])
         assert f"--workers={cluster.processes['worker-0'].address},{cluster.processes['worker-1'].address}" in line
         assert f"--kv={cluster.processes['kv'].address}" in line
-        assert "--shard=1 --shards=2" in cluster.processes["worker-1"].tail[0]
+        assert "--shard=1 --shards=2" in loading_line(cluster.processes["worker-1"])
         pids = [process.pid for process in cluster.processes.values()]
         assert all(os.getpgid(pid) == pid for pid in pids), "a terminal's Ctrl-C must not reach the services"
     assert all(gone(pid) for pid in pids)
@@ -93,9 +99,10 @@ def test_link_local_is_a_router_alone(config: ClusterConfig) -> None:
     alone = ClusterConfig(model=config.model, port=0, link="local", kv=False, slots="50%", metrics_port=9)
     with Cluster.start(alone) as cluster:
         assert list(cluster.processes) == ["router"]
-        assert "--workers=local" in cluster.processes["router"].tail[0]
-        assert "--slots=50%" in cluster.processes["router"].tail[0]
-        assert "--metrics-listen=127.0.0.1:9" in cluster.processes["router"].tail[0]
+        line = loading_line(cluster.processes["router"])
+        assert "--workers=local" in line
+        assert "--slots=50%" in line
+        assert "--metrics-listen=127.0.0.1:9" in line
 
 
 def test_children_get_allocator_and_thread_settings_but_the_users_win(
