@@ -7,6 +7,7 @@ started the child ends, and restarts come from whichever thread is watching.)
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import signal
@@ -19,11 +20,9 @@ LEAVE_S = 5.0
 
 
 def _follow_parent() -> None:
-    try:
+    with contextlib.suppress(OSError):  # standard input that was never open ends the wait like one that was closed
         while os.read(0, 4096):
             pass
-    except OSError:
-        pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(LEAVE_S)
     os._exit(1)
