@@ -18,6 +18,10 @@ class ExpertConfig(ServiceConfig):
     ENV: ClassVar[str] = "FOREFETCH_EXPERT_"
 
     model: str = setting("", "Folder with the checkpoint: config.json and safetensors files. Only this shard is read.")
+    allow_synthetic: bool = setting(
+        False,
+        "Serve --model synthetic:NAME, a known model's shapes with random weights: for measuring, not for answers.",
+    )
     device: str = setting("auto", "Where experts are evaluated: cpu, cuda, cuda:1, or auto (cuda if there is one).")
     dtype: str = setting(
         "auto",

@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter_ns
 from typing import NamedTuple, Protocol
 
@@ -24,9 +23,8 @@ from forefetch.device import place
 from forefetch.errors import ForefetchError
 from forefetch.frames import FrameBuffer
 from forefetch.placement import shard_of
-from forefetch.spec import ModelSpec
+from forefetch.synthetic import open_model
 from forefetch.version import VERSION
-from forefetch.weights import Checkpoint
 
 log = logging.getLogger("forefetch.expert")
 
@@ -158,8 +156,7 @@ class Core:
 
 def load(config: ExpertConfig, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Core:
     """Reads the checkpoint's shard. Raises ConfigError or UnsupportedModel."""
-    folder = Path(config.model)
-    spec, checkpoint = ModelSpec.load(folder), Checkpoint(folder)
+    spec, checkpoint = open_model(config.model, allow_synthetic=config.allow_synthetic)
     device, dtype = place(config.device, config.dtype, spec.dtype)
     held = shard_of(spec.num_experts, config.shards)[config.shard]
     slots = config.slot_count(len(held) * len(spec.moe_layers))

@@ -42,6 +42,10 @@ class ClusterConfig(Config):
     ENV: ClassVar[str] = "FOREFETCH_"
 
     model: str = setting("", "Folder with the checkpoint: config.json, safetensors files, tokenizer.json.")
+    allow_synthetic: bool = setting(
+        False,
+        "Serve --model synthetic:NAME, a known model's shapes with random weights: for measuring, not for answers.",
+    )
     workers: int = setting(
         2,
         """Expert workers. The routed experts are spread over them evenly; their number need not divide the experts. With
@@ -78,7 +82,7 @@ class ClusterConfig(Config):
         super().validate()
         if not self.model:
             raise ConfigError("--model: name the folder of a checkpoint")
-        if not (Path(self.model) / "config.json").is_file():
+        if not self.model.startswith("synthetic:") and not (Path(self.model) / "config.json").is_file():
             raise ConfigError(f"--model: {self.model} holds no config.json")
         if self.workers < 1:
             raise ConfigError("--workers: at least 1")
@@ -174,7 +178,8 @@ class Cluster:
 
     def _model_flags(self) -> list[str]:
         config = self.config
-        return [f"--model={config.model}", f"--device={config.device}", f"--otlp-endpoint={config.otlp_endpoint}"]
+        synthetic = ["--allow-synthetic"] if config.allow_synthetic else []
+        return [f"--model={config.model}", f"--device={config.device}", f"--otlp-endpoint={config.otlp_endpoint}", *synthetic]
 
     def _worker_flags(self, shard: int) -> list[str]:
         shards = [f"--shard={shard}", f"--shards={self.config.workers}", f"--slots={self.config.slots}"]

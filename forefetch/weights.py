@@ -66,11 +66,13 @@ class Checkpoint:
         return self._digest
 
 
-def load_expert(checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One routed expert as stored: w13 [2I, H] (gate rows, then up rows) and w2 [H, I]."""
+def load_expert(
+    checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert: int, device: str | torch.device = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One routed expert as stored, on `device`: w13 [2I, H] (gate rows, then up rows) and w2 [H, I]."""
     parts = spec.expert_tensors(layer, expert)
-    w13 = torch.cat([checkpoint.read(parts.gate), checkpoint.read(parts.up)])
-    w2 = checkpoint.read(parts.down)
+    w13 = torch.cat([checkpoint.read(part, device=device) for part in (parts.gate, parts.up)])
+    w2 = checkpoint.read(parts.down, device=device)
     if w13.shape != (2 * spec.expert_width, spec.hidden_size) or w2.shape != (spec.hidden_size, spec.expert_width):
         raise UnsupportedModel(f"expert {expert} of layer {layer} has shapes {tuple(w13.shape)} and {tuple(w2.shape)}")
     return w13, w2

@@ -11,13 +11,13 @@ from prometheus_client import CollectorRegistry
 
 from forefetch import rpc, settings
 from forefetch.spec import ModelSpec
+from forefetch.synthetic import open_model
 from forefetch.telemetry import names
 from forefetch.telemetry.book import RequestBook
 from forefetch.telemetry.metrics import SpanMetrics, new_registry
 from forefetch.telemetry.ring import StepRing
 from forefetch.telemetry.spans import Exporter
 from forefetch.v1 import router_pb2_grpc
-from forefetch.weights import Checkpoint
 from router_service import build
 from router_service.config import RouterConfig
 from router_service.engine import Engine, Parts
@@ -34,7 +34,7 @@ SERVICE = "forefetch.v1.RouterService"
 
 async def serve(config: RouterConfig) -> None:
     """Builds the router, waits until its workers hold every expert, and serves until a signal."""
-    spec, checkpoint = ModelSpec.load(Path(config.model)), Checkpoint(Path(config.model))
+    spec, checkpoint = open_model(config.model, allow_synthetic=config.allow_synthetic)
     placement = build.Placement.of(config, spec)
     sizes = build.Sizes.of(config, spec, placement)
     limits = build.limits(config, spec, sizes.context)

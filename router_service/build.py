@@ -125,6 +125,7 @@ def _connector(
     if not config.addresses():
         local = expert.ExpertConfig(
             model=config.model,
+            allow_synthetic=config.allow_synthetic,
             device=str(placement.device),
             dtype=str(placement.dtype).removeprefix("torch."),
             slots=config.slots,

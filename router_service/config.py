@@ -22,6 +22,10 @@ class RouterConfig(ServiceConfig):
     model: str = setting(
         "", "Folder of the checkpoint in Hugging Face form. The router reads everything but routed experts. Required."
     )
+    allow_synthetic: bool = setting(
+        False,
+        "Serve --model synthetic:NAME, a known model's shapes with random weights: for measuring, not for answers.",
+    )
     device: str = setting("auto", "Where the trunk runs: cpu, cuda, cuda:1, or auto (cuda if there is one).")
     dtype: str = setting(
         "auto",
