@@ -4,6 +4,7 @@
     |- BadRequest                     the caller's fault                         INVALID_ARGUMENT
     |- NotFound                       no such thing (any more)                   NOT_FOUND
     |- Mismatch                       the two sides do not fit together          FAILED_PRECONDITION
+    |  |- StaleEpoch                  someone else has taken this over         FAILED_PRECONDITION
     |  `- UnsupportedModel            a family, flag or rope type we do not run  FAILED_PRECONDITION
     |- Overloaded                     the queue is full; come back later         RESOURCE_EXHAUSTED
     |- Unavailable                    a part of the cluster is missing           UNAVAILABLE
@@ -46,6 +47,10 @@ class Mismatch(ForefetchError):
     """Both sides are sound but do not belong together: another model, dtype, shape or host."""
 
     code = "FAILED_PRECONDITION"
+
+
+class StaleEpoch(Mismatch):
+    """Another process has taken over what the caller holds; it must stop writing."""
 
 
 class UnsupportedModel(Mismatch):

@@ -10,12 +10,26 @@ from dataclasses import dataclass
 import grpc
 
 from forefetch import rpc
-from forefetch.errors import Cancelled, DeadlineExceeded, NotFound, Overloaded, Unavailable
+from forefetch.errors import Cancelled, DeadlineExceeded, Mismatch, NotFound, Overloaded, StaleEpoch, Unavailable
 from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
 from kv_service.keys import Geometry, Key, chain, child_key, next_key, root_key
+from kv_service.store_sessions import SessionRecord, Verdict
 
-__all__ = ["Geometry", "Key", "KvClient", "KvInfo", "chain", "child_key", "next_key", "root_key"]
+__all__ = [
+    "Geometry",
+    "Key",
+    "KvClient",
+    "KvInfo",
+    "SessionAck",
+    "SessionRecord",
+    "SessionState",
+    "Verdict",
+    "chain",
+    "child_key",
+    "next_key",
+    "root_key",
+]
 
 CHUNK = 1 << 20
 """Bytes in a chunk of Put."""
@@ -35,6 +49,28 @@ class KvInfo:
     budget_bytes: int
     max_block_bytes: int
     version: str
+
+
+@dataclass(frozen=True)
+class SessionAck:
+    """What became of a record, and the session as it is now: its epoch, tokens and sealed blocks."""
+
+    verdict: Verdict
+    epoch: int
+    tokens: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class SessionState:
+    """A session: every record so far added up. `epoch` is the caller's when it claimed the session."""
+
+    epoch: int
+    token_ids: tuple[int, ...]
+    block_digests: tuple[bytes, ...]
+    state: bytes
+    tail: bytes
+    tail_position: int
 
 
 class KvClient:
@@ -90,6 +126,45 @@ class KvClient:
             self.broken_reads += 1
         return blocks
 
+    def append_session(
+        self, session_id: str, epoch: int, record: SessionRecord, timeout_s: float = CALL_S, metadata: Metadata = ()
+    ) -> SessionAck:
+        """Adds to one session's log; when it returns, the record outlives a kill of either side. Safe to repeat.
+
+        StaleEpoch: another router has the session now. Mismatch: the record does not follow from what the log holds.
+        Overloaded: the log has no room.
+        """
+        ack = self.append_sessions([(session_id, epoch, record)], timeout_s, metadata)[0]
+        if ack.verdict is Verdict.STALE_EPOCH:
+            raise StaleEpoch(f"the session is held under epoch {ack.epoch}, newer than {epoch}")
+        if ack.verdict is Verdict.NO_ROOM:
+            raise Overloaded("the session log has no room", retry_after_s=1.0)
+        if ack.verdict is not Verdict.APPENDED:
+            raise Mismatch(f"{ack.verdict.name}: the log holds {ack.tokens} tokens and {ack.blocks} blocks of the session")
+        return ack
+
+    def append_sessions(
+        self, records: Sequence[tuple[str, int, SessionRecord]], timeout_s: float = CALL_S, metadata: Metadata = ()
+    ) -> list[SessionAck]:
+        """`append_session` for many (session id, epoch, record) in one call; each has its own verdict."""
+        request = pb.AppendSessionRequest(records=[_wire_record(*one) for one in records])
+        with _errors():
+            reply = self._stub.AppendSession(request, timeout=timeout_s, metadata=tuple(metadata))
+        return [SessionAck(Verdict(ack.outcome), ack.epoch, ack.tokens, ack.blocks) for ack in reply.acks]
+
+    def get_session(
+        self, session_id: str, claim: bool = False, timeout_s: float = CALL_S, metadata: Metadata = ()
+    ) -> SessionState | None:
+        """The session as its log has it, None if there is none. `claim`: take it over (or begin it) under a new epoch."""
+        request = pb.GetSessionRequest(session_id=session_id, claim=claim)
+        try:
+            with _errors():
+                reply = self._stub.GetSession(request, timeout=timeout_s, metadata=tuple(metadata))
+        except NotFound:
+            return None
+        tokens, digests = tuple(reply.token_ids), tuple(reply.block_digests)
+        return SessionState(reply.epoch, tokens, digests, reply.state, reply.tail, reply.tail_position)
+
     def stats(self, timeout_s: float = CALL_S) -> pb.KvServiceGetStatsResponse:
         """Counters since the service's start."""
         with _errors():
@@ -111,6 +186,20 @@ def _errors() -> Iterator[None]:
 
 def _wire_key(key: Key) -> pb.BlockKey:
     return pb.BlockKey(digest=key.digest, parent=key.parent, token_ids=key.token_ids)
+
+
+def _wire_record(session_id: str, epoch: int, record: SessionRecord) -> pb.SessionRecord:
+    return pb.SessionRecord(
+        session_id=session_id,
+        epoch=epoch,
+        position=record.position,
+        token_ids=record.token_ids,
+        first_block=record.first_block,
+        block_digests=record.block_digests,
+        state=record.state,
+        tail=record.tail,
+        tail_position=record.tail_position,
+    )
 
 
 def _put_chunks(blocks: Iterable[tuple[Key, bytes]]) -> Iterator[pb.PutRequest]:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 import grpc
 
 from forefetch import rpc
-from forefetch.errors import Overloaded
+from forefetch.errors import BadRequest, NotFound, Overloaded
 from forefetch.telemetry import names
 from forefetch.telemetry.metrics import KvMetrics, new_registry
 from forefetch.telemetry.spans import Exporter
@@ -21,13 +21,17 @@ from forefetch.v1 import kv_pb2_grpc as pb_grpc
 from forefetch.version import VERSION
 from kv_service.config import KvConfig
 from kv_service.intake import Intake, read_chain
+from kv_service.keys import DIGEST_BYTES
 from kv_service.store import Block, Store
+from kv_service.store_sessions import Session, SessionRecord, Verdict
 
 SERVICE = "forefetch.v1.KvService"
 CHUNK = 1 << 20
 """Bytes in a chunk of Get."""
 MAX_KEYS = 16_384
 """Most keys in a LookUp or Get: two million tokens at 128 a block."""
+MAX_SESSION_ID = 128
+"""Most bytes in a session's name."""
 THREADS = 16
 TRANSFERS = 12
 """Put and Get streams at a time; the other threads stay free for health, look-ups and Describe."""
@@ -41,6 +45,7 @@ class KvServicer(pb_grpc.KvServiceServicer):
     def __init__(self, config: KvConfig, exporter: Exporter) -> None:
         self._config, self._exporter = config, exporter
         self._store, self._lock = Store(config.budget_bytes), threading.Lock()
+        self._sessions: dict[str, Session] = {}
         self._instance_id, self._started = uuid.uuid4().hex, time.monotonic()
         self._transfers = 0
 
@@ -106,6 +111,45 @@ class KvServicer(pb_grpc.KvServiceServicer):
                 yield from _chunks(index, block)
 
     @rpc.sync_handler
+    def AppendSession(self, request: pb.AppendSessionRequest, context: grpc.ServicerContext) -> pb.AppendSessionResponse:
+        """Applies records one after the other."""
+        records = [read_record(record, f"records[{index}]") for index, record in enumerate(request.records)]
+        with self._lock:
+            return pb.AppendSessionResponse(acks=[self._append(*record) for record in records])
+
+    def _append(self, session_id: str, epoch: int, record: SessionRecord) -> pb.SessionAck:
+        session = self._sessions.setdefault(session_id, Session())
+        verdict = session.verdict(epoch, record)
+        if verdict is Verdict.APPENDED:
+            session.apply(epoch, record)
+        return pb.SessionAck(
+            outcome=f"SESSION_OUTCOME_{verdict.name}",
+            epoch=session.epoch,
+            tokens=len(session.token_ids),
+            blocks=len(session.block_digests),
+        )
+
+    @rpc.sync_handler
+    def GetSession(self, request: pb.GetSessionRequest, context: grpc.ServicerContext) -> pb.GetSessionResponse:
+        """A session, claimed if the caller says so."""
+        check_session_id(request.session_id, "session_id")
+        with self._lock:
+            session = self._sessions.get(request.session_id)
+            if request.claim:
+                session = self._sessions.setdefault(request.session_id, Session())
+                session.epoch += 1
+            if session is None:
+                raise NotFound("no such session")
+            return pb.GetSessionResponse(
+                epoch=session.epoch,
+                token_ids=session.token_ids,
+                block_digests=session.block_digests,
+                state=session.state,
+                tail=session.tail,
+                tail_position=session.tail_position,
+            )
+
+    @rpc.sync_handler
     def GetStats(self, request: pb.KvServiceGetStatsRequest, context: grpc.ServicerContext) -> pb.KvServiceGetStatsResponse:
         """Counters."""
         return self.stats()
@@ -120,6 +164,36 @@ class KvServicer(pb_grpc.KvServiceServicer):
                 budget_bytes=self._store.budget_bytes,
                 **asdict(self._store.counters),
             )
+
+
+def check_session_id(session_id: str, field: str) -> None:
+    """BadRequest unless it is a name that a session may have."""
+    if not 1 <= len(session_id.encode()) <= MAX_SESSION_ID:
+        raise BadRequest(field, f"must be 1 to {MAX_SESSION_ID} bytes, is {len(session_id.encode())}")
+
+
+def read_record(record: pb.SessionRecord, field: str) -> tuple[str, int, SessionRecord]:
+    """(session id, epoch, record) off the wire."""
+    check_session_id(record.session_id, f"{field}.session_id")
+    if record.epoch < 1:
+        raise BadRequest(f"{field}.epoch", "must be at least 1")
+    if any(len(digest) != DIGEST_BYTES for digest in record.block_digests):
+        raise BadRequest(f"{field}.block_digests", f"must be {DIGEST_BYTES} bytes each")
+    if record.block_digests and not record.HasField("first_block"):
+        raise BadRequest(f"{field}.first_block", "must be set when there are block_digests")
+    return (
+        record.session_id,
+        record.epoch,
+        SessionRecord(
+            position=record.position,
+            token_ids=tuple(record.token_ids),
+            first_block=record.first_block if record.HasField("first_block") else None,
+            block_digests=tuple(record.block_digests),
+            state=record.state if record.HasField("state") else None,
+            tail=record.tail if record.HasField("tail") else None,
+            tail_position=record.tail_position,
+        ),
+    )
 
 
 def _chunks(index: int, block: Block) -> Iterator[pb.GetResponse]:

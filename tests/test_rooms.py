@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("answer", "recorder", "core", "experts", "handover", "lookahead"),
     ),
     "config": ("config",),
-    "pure": ("__init__", "scheduler", "pages", "admission", "slots", "store", "keys", "outbox", "intake"),
+    "pure": ("__init__", "scheduler", "pages", "admission", "slots", "store", "store_sessions", "keys", "outbox", "intake"),
 }
 PURE_MAY_NOT = (
     "grpc",

@@ -24,13 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x66orefetch/v1/kv.proto\x12\x0c\x66orefetch.v1\"\x1a\n\x18KvServiceDescribeRequest\"p\n\x19KvServiceDescribeResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x04\x12\x17\n\x0fmax_block_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\t\"=\n\x08\x42lockKey\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"m\n\nPutRequest\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.forefetch.v1.BlockKey\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x0c\".\n\x0bPutResponse\x12\x0e\n\x06stored\x18\x01 \x01(\r\x12\x0f\n\x07refused\x18\x02 \x01(\r\"5\n\rLookUpRequest\x12$\n\x04keys\x18\x01 \x03(\x0b\x32\x16.forefetch.v1.BlockKey\"\x1e\n\x0eLookUpResponse\x12\x0c\n\x04held\x18\x01 \x01(\r\"2\n\nGetRequest\x12$\n\x04keys\x18\x01 \x03(\x0b\x32\x16.forefetch.v1.BlockKey\"J\n\x0bGetResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x0c\"\x1a\n\x18KvServiceGetStatsRequest\"\xc5\x01\n\x19KvServiceGetStatsResponse\x12\x10\n\x08uptime_s\x18\x01 \x01(\x01\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x0e\n\x06stored\x18\x07 \x01(\x04\x12\x0f\n\x07refused\x18\x08 \x01(\x04\x12\x0f\n\x07\x65victed\x18\t \x01(\x04\x12\x11\n\tconflicts\x18\n \x01(\x04\x32\x86\x03\n\tKvService\x12[\n\x08\x44\x65scribe\x12&.forefetch.v1.KvServiceDescribeRequest\x1a\'.forefetch.v1.KvServiceDescribeResponse\x12<\n\x03Put\x12\x18.forefetch.v1.PutRequest\x1a\x19.forefetch.v1.PutResponse(\x01\x12\x43\n\x06LookUp\x12\x1b.forefetch.v1.LookUpRequest\x1a\x1c.forefetch.v1.LookUpResponse\x12<\n\x03Get\x12\x18.forefetch.v1.GetRequest\x1a\x19.forefetch.v1.GetResponse0\x01\x12[\n\x08GetStats\x12&.forefetch.v1.KvServiceGetStatsRequest\x1a\'.forefetch.v1.KvServiceGetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x66orefetch/v1/kv.proto\x12\x0c\x66orefetch.v1\"\x1a\n\x18KvServiceDescribeRequest\"p\n\x19KvServiceDescribeResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x04\x12\x17\n\x0fmax_block_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\t\"=\n\x08\x42lockKey\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"m\n\nPutRequest\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.forefetch.v1.BlockKey\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x0c\".\n\x0bPutResponse\x12\x0e\n\x06stored\x18\x01 \x01(\r\x12\x0f\n\x07refused\x18\x02 \x01(\r\"5\n\rLookUpRequest\x12$\n\x04keys\x18\x01 \x03(\x0b\x32\x16.forefetch.v1.BlockKey\"\x1e\n\x0eLookUpResponse\x12\x0c\n\x04held\x18\x01 \x01(\r\"2\n\nGetRequest\x12$\n\x04keys\x18\x01 \x03(\x0b\x32\x16.forefetch.v1.BlockKey\"J\n\x0bGetResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x0c\"\xe9\x01\n\rSessionRecord\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08position\x18\x03 \x01(\x04\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x18\n\x0b\x66irst_block\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rblock_digests\x18\x06 \x03(\x0c\x12\x12\n\x05state\x18\x07 \x01(\x0cH\x01\x88\x01\x01\x12\x11\n\x04tail\x18\x08 \x01(\x0cH\x02\x88\x01\x01\x12\x15\n\rtail_position\x18\t \x01(\x04\x42\x0e\n\x0c_first_blockB\x08\n\x06_stateB\x07\n\x05_tail\"D\n\x14\x41ppendSessionRequest\x12,\n\x07records\x18\x01 \x03(\x0b\x32\x1b.forefetch.v1.SessionRecord\"j\n\nSessionAck\x12-\n\x07outcome\x18\x01 \x01(\x0e\x32\x1c.forefetch.v1.SessionOutcome\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\"?\n\x15\x41ppendSessionResponse\x12&\n\x04\x61\x63ks\x18\x01 \x03(\x0b\x32\x18.forefetch.v1.SessionAck\"6\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x63laim\x18\x02 \x01(\x08\"\x81\x01\n\x12GetSessionResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rblock_digests\x18\x03 \x03(\x0c\x12\r\n\x05state\x18\x04 \x01(\x0c\x12\x0c\n\x04tail\x18\x05 \x01(\x0c\x12\x15\n\rtail_position\x18\x06 \x01(\x04\"\x1a\n\x18KvServiceGetStatsRequest\"\xc5\x01\n\x19KvServiceGetStatsResponse\x12\x10\n\x08uptime_s\x18\x01 \x01(\x01\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x0e\n\x06stored\x18\x07 \x01(\x04\x12\x0f\n\x07refused\x18\x08 \x01(\x04\x12\x0f\n\x07\x65victed\x18\t \x01(\x04\x12\x11\n\tconflicts\x18\n \x01(\x04*\xc4\x01\n\x0eSessionOutcome\x12\x1f\n\x1bSESSION_OUTCOME_UNSPECIFIED\x10\x00\x12\x1c\n\x18SESSION_OUTCOME_APPENDED\x10\x01\x12\x1f\n\x1bSESSION_OUTCOME_STALE_EPOCH\x10\x02\x12\x17\n\x13SESSION_OUTCOME_GAP\x10\x03\x12\x1c\n\x18SESSION_OUTCOME_CONFLICT\x10\x04\x12\x1b\n\x17SESSION_OUTCOME_NO_ROOM\x10\x05\x32\xb1\x04\n\tKvService\x12[\n\x08\x44\x65scribe\x12&.forefetch.v1.KvServiceDescribeRequest\x1a\'.forefetch.v1.KvServiceDescribeResponse\x12<\n\x03Put\x12\x18.forefetch.v1.PutRequest\x1a\x19.forefetch.v1.PutResponse(\x01\x12\x43\n\x06LookUp\x12\x1b.forefetch.v1.LookUpRequest\x1a\x1c.forefetch.v1.LookUpResponse\x12<\n\x03Get\x12\x18.forefetch.v1.GetRequest\x1a\x19.forefetch.v1.GetResponse0\x01\x12X\n\rAppendSession\x12\".forefetch.v1.AppendSessionRequest\x1a#.forefetch.v1.AppendSessionResponse\x12O\n\nGetSession\x12\x1f.forefetch.v1.GetSessionRequest\x1a .forefetch.v1.GetSessionResponse\x12[\n\x08GetStats\x12&.forefetch.v1.KvServiceGetStatsRequest\x1a\'.forefetch.v1.KvServiceGetStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'forefetch.v1.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SESSIONOUTCOME']._serialized_start=1514
+  _globals['_SESSIONOUTCOME']._serialized_end=1710
   _globals['_KVSERVICEDESCRIBEREQUEST']._serialized_start=39
   _globals['_KVSERVICEDESCRIBEREQUEST']._serialized_end=65
   _globals['_KVSERVICEDESCRIBERESPONSE']._serialized_start=67
@@ -49,10 +51,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETREQUEST']._serialized_end=540
   _globals['_GETRESPONSE']._serialized_start=542
   _globals['_GETRESPONSE']._serialized_end=616
-  _globals['_KVSERVICEGETSTATSREQUEST']._serialized_start=618
-  _globals['_KVSERVICEGETSTATSREQUEST']._serialized_end=644
-  _globals['_KVSERVICEGETSTATSRESPONSE']._serialized_start=647
-  _globals['_KVSERVICEGETSTATSRESPONSE']._serialized_end=844
-  _globals['_KVSERVICE']._serialized_start=847
-  _globals['_KVSERVICE']._serialized_end=1237
+  _globals['_SESSIONRECORD']._serialized_start=619
+  _globals['_SESSIONRECORD']._serialized_end=852
+  _globals['_APPENDSESSIONREQUEST']._serialized_start=854
+  _globals['_APPENDSESSIONREQUEST']._serialized_end=922
+  _globals['_SESSIONACK']._serialized_start=924
+  _globals['_SESSIONACK']._serialized_end=1030
+  _globals['_APPENDSESSIONRESPONSE']._serialized_start=1032
+  _globals['_APPENDSESSIONRESPONSE']._serialized_end=1095
+  _globals['_GETSESSIONREQUEST']._serialized_start=1097
+  _globals['_GETSESSIONREQUEST']._serialized_end=1151
+  _globals['_GETSESSIONRESPONSE']._serialized_start=1154
+  _globals['_GETSESSIONRESPONSE']._serialized_end=1283
+  _globals['_KVSERVICEGETSTATSREQUEST']._serialized_start=1285
+  _globals['_KVSERVICEGETSTATSREQUEST']._serialized_end=1311
+  _globals['_KVSERVICEGETSTATSRESPONSE']._serialized_start=1314
+  _globals['_KVSERVICEGETSTATSRESPONSE']._serialized_end=1511
+  _globals['_KVSERVICE']._serialized_start=1713
+  _globals['_KVSERVICE']._serialized_end=2274
 # @@protoc_insertion_point(module_scope)

@@ -1,10 +1,26 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class SessionOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SESSION_OUTCOME_UNSPECIFIED: _ClassVar[SessionOutcome]
+    SESSION_OUTCOME_APPENDED: _ClassVar[SessionOutcome]
+    SESSION_OUTCOME_STALE_EPOCH: _ClassVar[SessionOutcome]
+    SESSION_OUTCOME_GAP: _ClassVar[SessionOutcome]
+    SESSION_OUTCOME_CONFLICT: _ClassVar[SessionOutcome]
+    SESSION_OUTCOME_NO_ROOM: _ClassVar[SessionOutcome]
+SESSION_OUTCOME_UNSPECIFIED: SessionOutcome
+SESSION_OUTCOME_APPENDED: SessionOutcome
+SESSION_OUTCOME_STALE_EPOCH: SessionOutcome
+SESSION_OUTCOME_GAP: SessionOutcome
+SESSION_OUTCOME_CONFLICT: SessionOutcome
+SESSION_OUTCOME_NO_ROOM: SessionOutcome
 
 class KvServiceDescribeRequest(_message.Message):
     __slots__ = ()
@@ -83,6 +99,76 @@ class GetResponse(_message.Message):
     last: bool
     checksum: bytes
     def __init__(self, index: _Optional[int] = ..., data: _Optional[bytes] = ..., last: bool = ..., checksum: _Optional[bytes] = ...) -> None: ...
+
+class SessionRecord(_message.Message):
+    __slots__ = ("session_id", "epoch", "position", "token_ids", "first_block", "block_digests", "state", "tail", "tail_position")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
+    TAIL_POSITION_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    epoch: int
+    position: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    first_block: int
+    block_digests: _containers.RepeatedScalarFieldContainer[bytes]
+    state: bytes
+    tail: bytes
+    tail_position: int
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., first_block: _Optional[int] = ..., block_digests: _Optional[_Iterable[bytes]] = ..., state: _Optional[bytes] = ..., tail: _Optional[bytes] = ..., tail_position: _Optional[int] = ...) -> None: ...
+
+class AppendSessionRequest(_message.Message):
+    __slots__ = ("records",)
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[SessionRecord]
+    def __init__(self, records: _Optional[_Iterable[_Union[SessionRecord, _Mapping]]] = ...) -> None: ...
+
+class SessionAck(_message.Message):
+    __slots__ = ("outcome", "epoch", "tokens", "blocks")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    outcome: SessionOutcome
+    epoch: int
+    tokens: int
+    blocks: int
+    def __init__(self, outcome: _Optional[_Union[SessionOutcome, str]] = ..., epoch: _Optional[int] = ..., tokens: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class AppendSessionResponse(_message.Message):
+    __slots__ = ("acks",)
+    ACKS_FIELD_NUMBER: _ClassVar[int]
+    acks: _containers.RepeatedCompositeFieldContainer[SessionAck]
+    def __init__(self, acks: _Optional[_Iterable[_Union[SessionAck, _Mapping]]] = ...) -> None: ...
+
+class GetSessionRequest(_message.Message):
+    __slots__ = ("session_id", "claim")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    claim: bool
+    def __init__(self, session_id: _Optional[str] = ..., claim: bool = ...) -> None: ...
+
+class GetSessionResponse(_message.Message):
+    __slots__ = ("epoch", "token_ids", "block_digests", "state", "tail", "tail_position")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
+    TAIL_POSITION_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    block_digests: _containers.RepeatedScalarFieldContainer[bytes]
+    state: bytes
+    tail: bytes
+    tail_position: int
+    def __init__(self, epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_digests: _Optional[_Iterable[bytes]] = ..., state: _Optional[bytes] = ..., tail: _Optional[bytes] = ..., tail_position: _Optional[int] = ...) -> None: ...
 
 class KvServiceGetStatsRequest(_message.Message):
     __slots__ = ()

@@ -56,6 +56,16 @@ class KvServiceStub(object):
                 request_serializer=forefetch_dot_v1_dot_kv__pb2.GetRequest.SerializeToString,
                 response_deserializer=forefetch_dot_v1_dot_kv__pb2.GetResponse.FromString,
                 _registered_method=True)
+        self.AppendSession = channel.unary_unary(
+                '/forefetch.v1.KvService/AppendSession',
+                request_serializer=forefetch_dot_v1_dot_kv__pb2.AppendSessionRequest.SerializeToString,
+                response_deserializer=forefetch_dot_v1_dot_kv__pb2.AppendSessionResponse.FromString,
+                _registered_method=True)
+        self.GetSession = channel.unary_unary(
+                '/forefetch.v1.KvService/GetSession',
+                request_serializer=forefetch_dot_v1_dot_kv__pb2.GetSessionRequest.SerializeToString,
+                response_deserializer=forefetch_dot_v1_dot_kv__pb2.GetSessionResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/forefetch.v1.KvService/GetStats',
                 request_serializer=forefetch_dot_v1_dot_kv__pb2.KvServiceGetStatsRequest.SerializeToString,
@@ -97,6 +107,22 @@ class KvServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AppendSession(self, request, context):
+        """Appends to the logs of sessions, many in one call; routers call it in the background, once per few steps. What is
+        acknowledged as APPENDED survives a kill of either side. Safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSession(self, request, context):
+        """What a session's log adds up to. A router that goes on with a session claims it: that raises the session's epoch, so
+        that records of whoever had it before are refused from then on. NOT_FOUND: no such session, and no claim.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Counters since start, for operators.
         """
@@ -126,6 +152,16 @@ def add_KvServiceServicer_to_server(servicer, server):
                     servicer.Get,
                     request_deserializer=forefetch_dot_v1_dot_kv__pb2.GetRequest.FromString,
                     response_serializer=forefetch_dot_v1_dot_kv__pb2.GetResponse.SerializeToString,
+            ),
+            'AppendSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.AppendSession,
+                    request_deserializer=forefetch_dot_v1_dot_kv__pb2.AppendSessionRequest.FromString,
+                    response_serializer=forefetch_dot_v1_dot_kv__pb2.AppendSessionResponse.SerializeToString,
+            ),
+            'GetSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSession,
+                    request_deserializer=forefetch_dot_v1_dot_kv__pb2.GetSessionRequest.FromString,
+                    response_serializer=forefetch_dot_v1_dot_kv__pb2.GetSessionResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -243,6 +279,60 @@ class KvService(object):
             '/forefetch.v1.KvService/Get',
             forefetch_dot_v1_dot_kv__pb2.GetRequest.SerializeToString,
             forefetch_dot_v1_dot_kv__pb2.GetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AppendSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forefetch.v1.KvService/AppendSession',
+            forefetch_dot_v1_dot_kv__pb2.AppendSessionRequest.SerializeToString,
+            forefetch_dot_v1_dot_kv__pb2.AppendSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forefetch.v1.KvService/GetSession',
+            forefetch_dot_v1_dot_kv__pb2.GetSessionRequest.SerializeToString,
+            forefetch_dot_v1_dot_kv__pb2.GetSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

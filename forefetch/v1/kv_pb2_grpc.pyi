@@ -45,6 +45,14 @@ class KvServiceStub:
     """Of a chain of keys, how many from the first on are held: the longest contiguous prefix."""
     Get: _grpc.UnaryStreamMultiCallable[_kv_pb2.GetRequest, _kv_pb2.GetResponse]
     """Streams blocks back in the order asked, in chunks of at most 1 MiB. Stops at the first block it does not hold."""
+    AppendSession: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AppendSessionRequest, _kv_pb2.AppendSessionResponse]
+    """Appends to the logs of sessions, many in one call; routers call it in the background, once per few steps. What is
+    acknowledged as APPENDED survives a kill of either side. Safe to repeat.
+    """
+    GetSession: _grpc.UnaryUnaryMultiCallable[_kv_pb2.GetSessionRequest, _kv_pb2.GetSessionResponse]
+    """What a session's log adds up to. A router that goes on with a session claims it: that raises the session's epoch, so
+    that records of whoever had it before are refused from then on. NOT_FOUND: no such session, and no claim.
+    """
     GetStats: _grpc.UnaryUnaryMultiCallable[_kv_pb2.KvServiceGetStatsRequest, _kv_pb2.KvServiceGetStatsResponse]
     """Counters since start, for operators."""
 
@@ -65,6 +73,14 @@ class KvServiceAsyncStub(KvServiceStub):
     """Of a chain of keys, how many from the first on are held: the longest contiguous prefix."""
     Get: _aio.UnaryStreamMultiCallable[_kv_pb2.GetRequest, _kv_pb2.GetResponse]  # type: ignore[assignment]
     """Streams blocks back in the order asked, in chunks of at most 1 MiB. Stops at the first block it does not hold."""
+    AppendSession: _aio.UnaryUnaryMultiCallable[_kv_pb2.AppendSessionRequest, _kv_pb2.AppendSessionResponse]  # type: ignore[assignment]
+    """Appends to the logs of sessions, many in one call; routers call it in the background, once per few steps. What is
+    acknowledged as APPENDED survives a kill of either side. Safe to repeat.
+    """
+    GetSession: _aio.UnaryUnaryMultiCallable[_kv_pb2.GetSessionRequest, _kv_pb2.GetSessionResponse]  # type: ignore[assignment]
+    """What a session's log adds up to. A router that goes on with a session claims it: that raises the session's epoch, so
+    that records of whoever had it before are refused from then on. NOT_FOUND: no such session, and no claim.
+    """
     GetStats: _aio.UnaryUnaryMultiCallable[_kv_pb2.KvServiceGetStatsRequest, _kv_pb2.KvServiceGetStatsResponse]  # type: ignore[assignment]
     """Counters since start, for operators."""
 
@@ -106,6 +122,26 @@ class KvServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_pb2.GetResponse], _abc.AsyncIterator[_kv_pb2.GetResponse]]:
         """Streams blocks back in the order asked, in chunks of at most 1 MiB. Stops at the first block it does not hold."""
+
+    @_abc_1.abstractmethod
+    def AppendSession(
+        self,
+        request: _kv_pb2.AppendSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_pb2.AppendSessionResponse, _abc.Awaitable[_kv_pb2.AppendSessionResponse]]:
+        """Appends to the logs of sessions, many in one call; routers call it in the background, once per few steps. What is
+        acknowledged as APPENDED survives a kill of either side. Safe to repeat.
+        """
+
+    @_abc_1.abstractmethod
+    def GetSession(
+        self,
+        request: _kv_pb2.GetSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_pb2.GetSessionResponse, _abc.Awaitable[_kv_pb2.GetSessionResponse]]:
+        """What a session's log adds up to. A router that goes on with a session claims it: that raises the session's epoch, so
+        that records of whoever had it before are refused from then on. NOT_FOUND: no such session, and no claim.
+        """
 
     @_abc_1.abstractmethod
     def GetStats(
