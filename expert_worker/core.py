@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import add
 from time import perf_counter_ns
 from typing import NamedTuple, Protocol
 
@@ -22,9 +23,11 @@ from forefetch import shm, wire
 from forefetch.device import place
 from forefetch.errors import ForefetchError
 from forefetch.frames import FrameBuffer
+from forefetch.hints import ExpertHint
 from forefetch.placement import shard_of
 from forefetch.synthetic import open_model
 from forefetch.version import VERSION
+from forefetch.wire import Verified
 
 log = logging.getLogger("forefetch.expert")
 
@@ -70,8 +73,16 @@ class Evaluator(Protocol):
         """Bytes of weights held."""
         ...
 
-    def forward(self, call: wire.LayerCall, out: Tensor) -> int:
-        """Fills out [N, H]; returns ns spent on copies."""
+    def forward(self, call: wire.LayerCall, out: Tensor) -> tuple[int, Verified]:
+        """Fills out [N, H]; returns ns spent waiting for copies, and what became of hints."""
+        ...
+
+    def hint(self, hint: ExpertHint) -> bool:
+        """Takes a hint in, from any thread, without waiting for calls; False when it is of no use."""
+        ...
+
+    def resident(self, layer: int) -> list[int]:
+        """The model's indices of the layer's experts that are in fast memory, ascending."""
         ...
 
 
@@ -81,6 +92,7 @@ class Spent(NamedTuple):
     queue_ns: int
     copy_wait_ns: int
     compute_ns: int
+    verified: Verified = Verified()
 
 
 class Turn:
@@ -114,7 +126,9 @@ class Core:
 
     def __init__(self, info: WorkerInfo, experts: Evaluator) -> None:
         self.info, self.experts = info, experts
-        self.calls = self.rows = self.pairs = self.errors = self.compute_ns = 0
+        self.calls = self.rows = self.pairs = self.errors = self.compute_ns = self.copy_wait_ns = 0
+        self.hints = self.hints_dropped = 0
+        self.verified = Verified()
         self._shape = info.shape()
         self._turn = Turn()
 
@@ -128,13 +142,25 @@ class Core:
         asked = perf_counter_ns()
         with self._turn:
             began = perf_counter_ns()
-            copy_ns = self.experts.forward(call, out)
+            copy_ns, verified = self.experts.forward(call, out)
             compute_ns = perf_counter_ns() - began - copy_ns
             self.calls += 1
             self.rows += len(call.x)
             self.pairs += len(call.pair_row)
             self.compute_ns += compute_ns
-        return Spent(began - asked, copy_ns, compute_ns)
+            self.copy_wait_ns += copy_ns
+            self.verified = Verified(*map(add, self.verified, verified))
+        return Spent(began - asked, copy_ns, compute_ns, verified)
+
+    def hint(self, hint: ExpertHint) -> None:
+        """Takes a hint in; one that is of no use is counted and dropped. Raises nothing, waits for no call."""
+        try:
+            taken = not hint.flaw and self.experts.hint(hint)
+        except Exception:
+            taken = False
+            log.exception("defect while taking a hint")
+        self.hints += taken
+        self.hints_dropped += not taken
 
     def answer(self, request: FrameBuffer, size: int, reply: FrameBuffer) -> int:
         """Reads a request frame of `size` bytes, writes its reply or error frame, returns that one's bytes. Raises nothing."""

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expert_worker.slots import Slots
+from expert_worker.slots import NOWHERE, Slots
 from forefetch.errors import BadRequest
+from forefetch.hints import ExpertHint
 from forefetch.kernels.grouped_mlp import Evaluation, Pairs, SlotWeights
 from forefetch.pairs import sort_pairs
 from forefetch.spec import ModelSpec
 from forefetch.weights import Checkpoint, load_expert
-from forefetch.wire import LayerCall
+from forefetch.wire import LayerCall, Verified
 
 _ALIGNMENT = 64  # bytes
 
@@ -77,8 +78,9 @@ class Experts:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @torch.inference_mode()
-    def forward(self, call: LayerCall, out: Tensor) -> int:
-        """Fills out [N, H], which may lie on the host while the experts do not. Returns ns spent on copies into slots.
+    def forward(self, call: LayerCall, out: Tensor) -> tuple[int, Verified]:
+        """Fills out [N, H], which may lie on the host while the experts do not. Returns ns spent on copies into slots, and
+        how the experts that it needed were found.
 
         BadRequest for a layer or an expert that is not held here, a row that is not there, a weight that is not finite.
         """
@@ -89,13 +91,30 @@ class Experts:
         self.load[layer, pairs.experts] += np.array(pairs.counts, dtype=np.int64)
         numbers = [layer * len(self.held) + place for place in pairs.experts]
         evaluation = Evaluation(call.x.to(self._device, non_blocking=True), pairs, self.weights)
-        copy_ns = 0
+        copy_ns, verified = 0, Verified(resident=len(numbers))
         if self.slots is None:
             evaluation.run(range(len(numbers)), numbers)
         else:
+            before = self.slots.misses
             copy_ns = self._run_waves(evaluation, numbers, self.slots)
+            misses = self.slots.misses - before
+            verified = Verified(misses=misses, resident=len(numbers) - misses)
         evaluation.combine(out)
-        return copy_ns
+        return copy_ns, verified
+
+    def hint(self, hint: ExpertHint) -> bool:
+        """Whether the hint is about experts held here. (Nothing is copied ahead of time yet.)"""
+        return hint.layer in self.layers and set(hint.experts.tolist()) <= set(self.held)
+
+    def resident(self, layer: int) -> list[int]:
+        """The layer's experts that sit in a slot, ascending; none for a layer without routed experts."""
+        place = self.layers.get(layer)
+        if place is None:
+            return []
+        if self.slots is None:
+            return list(self.held)
+        first = place * len(self.held)
+        return [expert for number, expert in enumerate(self.held, first) if self.slots.slot_of[number] != NOWHERE]
 
     def _sort(self, call: LayerCall) -> Pairs:
         """The call's pairs, experts as places in the shard. BadRequest for values that make no sense."""

@@ -13,9 +13,11 @@ import grpc
 import torch
 
 from expert_worker.core import Core, WorkerInfo
+from expert_worker.hinting import HintStream
 from forefetch import rpc, shm, wire
 from forefetch.errors import ForefetchError, LinkDown, Mismatch, Unavailable
 from forefetch.frames import HEADROOM, FrameBuffer
+from forefetch.hints import ExpertHint
 from forefetch.v1 import expert_pb2, expert_pb2_grpc
 from forefetch.wire import LayerCall, LayerReply
 
@@ -71,6 +73,16 @@ class Link(ABC):
         return reply
 
     @abstractmethod
+    def hint(self, hint: ExpertHint) -> None:
+        """Tells the worker what a later layer will probably need, at any time, from any thread. Never blocks, never raises; a
+        hint that cannot be delivered is dropped and counted in `hints_dropped`."""
+
+    @property
+    @abstractmethod
+    def hints_dropped(self) -> int:
+        """Hints that never left."""
+
+    @abstractmethod
     def _send(self, call: LayerCall) -> None:
         """Puts the call on its way."""
 
@@ -96,7 +108,8 @@ class LocalLink(Link):
     def _send(self, call: LayerCall) -> None:
         out = torch.empty_like(call.x)
         try:
-            self._answer = LayerReply(out, *self._core.forward(call, out))
+            queue_ns, copy_wait_ns, compute_ns, verified = self._core.forward(call, out)
+            self._answer = LayerReply(out, queue_ns, copy_wait_ns, compute_ns, 0, *verified)
         except ForefetchError as error:
             self._answer = error
 
@@ -107,23 +120,59 @@ class LocalLink(Link):
             raise answer
         return answer
 
+    def hint(self, hint: ExpertHint) -> None:
+        """Straight to the worker."""
+        self._core.hint(hint)
+
+    @property
+    def hints_dropped(self) -> int:
+        """There is nothing between to drop any."""
+        return 0
+
     def close(self) -> None:
         """Nothing to give up."""
 
 
-class GrpcLink(Link):
+class WiredLink(Link):
+    """What links to another process share: the channel, and the stream that hints take."""
+
+    def __init__(self, address: str, info: WorkerInfo, channel: grpc.Channel) -> None:
+        super().__init__(address, info)
+        self._channel = channel
+        self._hints: HintStream | None = None
+
+    def _open_hints(self) -> None:
+        """Once the worker has admitted us."""
+        self._hints = HintStream(self.address, self._channel)
+
+    def hint(self, hint: ExpertHint) -> None:
+        """Over a stream of its own."""
+        if self._hints is not None:
+            self._hints.send(hint)
+
+    @property
+    def hints_dropped(self) -> int:
+        """Because the stream was down or did not keep up."""
+        return self._hints.dropped if self._hints else 0
+
+    def _close_channel(self) -> None:
+        if self._hints is not None:
+            self._hints.close()
+        self._channel.close()
+
+
+class GrpcLink(WiredLink):
     """One long-lived bidirectional stream, a message each way per call."""
 
     kind = "grpc"
 
     def __init__(self, address: str, info: WorkerInfo, channel: grpc.Channel, max_rows: int, timeout_s: float) -> None:
         """Mismatch when `max_rows` rows exceed gRPC's message limit, Unavailable when the worker does not admit us."""
-        super().__init__(address, info)
+        super().__init__(address, info, channel)
         request, reply = info.request_room(max_rows), info.reply_room(max_rows)
         if max(request, reply) + HEADROOM > rpc.MESSAGE_LIMIT:
             limit = f"gRPC carries {rpc.MESSAGE_LIMIT} at most; lower the router's --max-step-tokens"
             raise Mismatch(f"{max_rows} rows make frames of {request} bytes; {limit}")
-        self._channel = channel
         self._request, self._reply = FrameBuffer.allocate(request), FrameBuffer.allocate(reply)
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         self._deadline = 0.0
@@ -134,6 +183,7 @@ class GrpcLink(Link):
         if not self._replies.is_active():
             self.close()
             raise _refusal(self._replies)
+        self._open_hints()
         threading.Thread(target=self._watch, name=f"watch-{address}", daemon=True).start()
 
     def _watch(self) -> None:
@@ -164,10 +214,10 @@ class GrpcLink(Link):
         self._closed.set()
         self._messages.put(None)
         self._replies.cancel()
-        self._channel.close()
+        self._close_channel()
 
 
-class ShmLink(Link):
+class ShmLink(WiredLink):
     """Frames in a shared-memory segment, bells beside them; a gRPC stream tells each side that the other lives."""
 
     kind = "shm"
@@ -176,13 +226,13 @@ class ShmLink(Link):
         self, address: str, info: WorkerInfo, channel: grpc.Channel, max_rows: int, timeout_s: float, spin: int
     ) -> None:
         """Mismatch when there is no shared memory left or the worker cannot reach it, Unavailable when it does not admit us."""
-        super().__init__(address, info)
+        super().__init__(address, info, channel)
         shm.reclaim()
         self._segment = segment = shm.Segment.create(
             HEADROOM + info.request_room(max_rows), HEADROOM + info.reply_room(max_rows)
         )
         self._request, self._reply = FrameBuffer(segment.request), FrameBuffer(segment.reply)
-        self._channel, self._spin, self._sequence = channel, spin, 0
+        self._spin, self._sequence = spin, 0
         hello = expert_pb2.OpenShmRequest(segment=segment.name, nonce=segment.nonce)
         self._alive = cast(Any, expert_pb2_grpc.ExpertServiceStub(channel).OpenShm(iter((hello,))))
         try:
@@ -197,6 +247,7 @@ class ShmLink(Link):
             self._alive.cancel()
             raise Unavailable("the worker was restarted meanwhile")
         self._alive.add_done_callback(self._ended)
+        self._open_hints()
 
     def _ended(self, _: object) -> None:
         self._down = self._down or _GONE
@@ -222,7 +273,7 @@ class ShmLink(Link):
         """Ends the control stream, which makes the worker drop the segment, and the connection."""
         self._down = self._down or "the link was closed"
         self._alive.cancel()
-        self._channel.close()
+        self._close_channel()
 
 
 def _within(timeout_s: float, call: Any, wait: Callable[[], R]) -> R:

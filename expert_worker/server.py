@@ -1,7 +1,7 @@
 """The worker's gRPC service: describes itself, and serves each router over a stream or over shared memory.
 
 A router holds one thread of the pool for as long as it is connected; that thread reads its frames, computes and answers, so no
-frame changes threads inside the worker.
+frame changes threads inside the worker. A second one takes its hints.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import grpc
 
 from expert_worker.core import Core
+from expert_worker.hinting import from_message
 from forefetch import rpc, shm, wire
 from forefetch.errors import BadRequest, Mismatch, Overloaded, Unavailable
 from forefetch.frames import HEADROOM, FrameBuffer
@@ -22,7 +23,7 @@ from forefetch.v1 import expert_pb2
 
 SERVICE = "forefetch.v1.ExpertService"
 MAX_ROUTERS = 32
-MAX_THREADS = MAX_ROUTERS + 16  # the rest for unary calls and health watches
+MAX_THREADS = 2 * MAX_ROUTERS + 16  # rows and hints of each router; the rest for unary calls and health watches
 
 
 class ExpertService:
@@ -30,7 +31,7 @@ class ExpertService:
 
     def __init__(self, spin: int) -> None:
         self.core: Core | None = None
-        self.routers = 0
+        self.routers = self.hinters = 0
         self._spin = spin
         self._guard = threading.Lock()
         self._since = time.monotonic()
@@ -55,6 +56,11 @@ class ExpertService:
                 request_deserializer=expert_pb2.OpenShmRequest.FromString,
                 response_serializer=expert_pb2.OpenShmResponse.SerializeToString,
             ),
+            "Hint": grpc.stream_stream_rpc_method_handler(
+                self.hint,
+                request_deserializer=expert_pb2.HintRequest.FromString,
+                response_serializer=expert_pb2.HintResponse.SerializeToString,
+            ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
@@ -64,18 +70,21 @@ class ExpertService:
         return self.core is not None and self.core.busy
 
     @contextlib.contextmanager
-    def _admitted(self) -> Iterator[Core]:
+    def _admitted(self, what: Literal["routers", "hinters"] = "routers") -> Iterator[Core]:
         """Counts a router in and out."""
         core = self._loaded()
         with self._guard:
-            if self.routers >= MAX_ROUTERS:
+            if getattr(self, what) >= MAX_ROUTERS:
                 raise Overloaded(f"the worker serves {MAX_ROUTERS} routers already", retry_after_s=5.0)
-            self.routers += 1
+            self._count(what, 1)
         try:
             yield core
         finally:
             with self._guard:
-                self.routers -= 1
+                self._count(what, -1)
+
+    def _count(self, what: str, by: int) -> None:
+        setattr(self, what, getattr(self, what) + by)
 
     def _loaded(self) -> Core:
         if self.core is None:
@@ -115,8 +124,10 @@ class ExpertService:
         stats = expert_pb2.ExpertServiceGetStatsResponse(uptime_s=time.monotonic() - self._since, routers=self.routers)
         core = self.core
         if core is not None:
-            for name in ("calls", "rows", "pairs", "errors", "compute_ns"):
+            for name in ("calls", "rows", "pairs", "errors", "compute_ns", "copy_wait_ns", "hints", "hints_dropped"):
                 setattr(stats, name, getattr(core, name))
+            for name, value in core.verified._asdict().items():
+                setattr(stats, name, value)
             stats.weight_bytes = core.experts.weight_bytes
             for (layer, experts), pairs in zip(core.info.layers.items(), core.experts.load.tolist(), strict=True):
                 stats.load.add(layer=layer, experts=experts, pairs=pairs)
@@ -131,6 +142,18 @@ class ExpertService:
             reply = FrameBuffer.allocate(core.info.reply_room(core.info.max_rows))
             for message in messages:
                 yield reply.seal(_answer(core, message, request, reply))
+
+    @rpc.sync_handler
+    def hint(
+        self, messages: Iterator[expert_pb2.HintRequest], context: grpc.ServicerContext
+    ) -> Iterator[expert_pb2.HintResponse]:
+        """Takes hints in as they come; answers those that ask for it."""
+        with self._admitted("hinters") as core:
+            for message in messages:
+                core.hint(from_message(message))
+                if message.want_residency:
+                    resident = core.experts.resident(message.layer)
+                    yield expert_pb2.HintResponse(step=message.step, layer=message.layer, resident=resident)
 
     @rpc.sync_handler
     def open_shm(

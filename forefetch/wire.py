@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ from forefetch.frames import HEADER_BYTES, FrameBuffer, offsets
 
 MAGIC = 0x31524646  # "FFR1"
 REQUEST, REPLY, ERROR = 1, 2, 3
-HEADER = struct.Struct("<IHHQIIIIQQQII25s7x")
-_UNTRACED = bytes(25)
+HEADER = struct.Struct("<IHHQIIIIQQQII32s")
+VERIFIED = struct.Struct("<IIIIQQ")  # in a reply, where a request has its trace
+_TRACE_BYTES = 25
+_UNTRACED = bytes(_TRACE_BYTES)
 
 # Values of DataType in tensor.proto, google.rpc.Code for errors.
 DTYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -42,6 +45,20 @@ class LayerCall:
     trace: bytes = b""  # trace id 16, span id 8, flags 1; empty when the step is not sampled
 
 
+class Verified(NamedTuple):
+    """A call's distinct experts against where they were when it came, and the copies since the call before."""
+
+    hits: int = 0  # hinted, and here in time because of it
+    late: int = 0  # hinted, still being copied
+    misses: int = 0  # neither here nor on the way
+    resident: int = 0  # here without a hint's help
+    wasted_bytes: int = 0  # copied for a hint and gone again unused
+    copied_bytes: int = 0
+
+
+_UNVERIFIED = Verified()
+
+
 @dataclass(slots=True)
 class LayerReply:
     """Sum over each row's pairs of weight * expert(row). `rows` may alias the link's buffer until its next submit."""
@@ -51,6 +68,12 @@ class LayerReply:
     copy_wait_ns: int  # waiting for experts that were not resident
     compute_ns: int
     round_trip_ns: int = 0  # submit to reply as the router saw it
+    hits: int = 0  # this and what follows: see Verified
+    late: int = 0
+    misses: int = 0
+    resident: int = 0
+    wasted_bytes: int = 0
+    copied_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +123,7 @@ def decode_request(frame: FrameBuffer, size: int, shape: Shape) -> LayerCall:
     dtype = _dtype(code)
     _check_shape(shape, dtype, hidden, rows)
     _check_body(size, body, request_bytes(rows, hidden, pairs, dtype))
-    return LayerCall(step, layer, *frame.sections(rows, hidden, pairs, dtype), b"" if trace == _UNTRACED else trace)
+    return LayerCall(step, layer, *frame.sections(rows, hidden, pairs, dtype), _trace(trace))
 
 
 def reply_rows(frame: FrameBuffer, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
@@ -111,12 +134,21 @@ def reply_rows(frame: FrameBuffer, rows: int, hidden: int, dtype: torch.dtype) -
     return frame.sections(rows, hidden, 0, dtype).x
 
 
-def encode_reply(frame: FrameBuffer, call: LayerCall, queue_ns: int, copy_wait_ns: int, compute_ns: int) -> int:
+def encode_reply(
+    frame: FrameBuffer,
+    call: LayerCall,
+    queue_ns: int,
+    copy_wait_ns: int,
+    compute_ns: int,
+    verified: Verified = _UNVERIFIED,
+) -> int:
     """Writes the header over rows that were computed into `reply_rows`, and returns the frame's bytes."""
     rows, hidden = call.x.shape
     body = rows * hidden * call.x.dtype.itemsize
     sizes = rows, hidden, 0, queue_ns, copy_wait_ns, compute_ns, 0, body
-    HEADER.pack_into(frame.memory, 0, MAGIC, REPLY, DTYPES[call.x.dtype], call.step, call.layer, *sizes, _UNTRACED)
+    HEADER.pack_into(
+        frame.memory, 0, MAGIC, REPLY, DTYPES[call.x.dtype], call.step, call.layer, *sizes, VERIFIED.pack(*verified)
+    )
     return HEADER_BYTES + body
 
 
@@ -132,7 +164,7 @@ def encode_error(frame: FrameBuffer, step: int, layer: int, error: ForefetchErro
 
 def decode_reply(frame: FrameBuffer, size: int, call: LayerCall) -> LayerReply:
     """Reads the answer to `call`. Raises what an error frame carries, Mismatch if it answers another call."""
-    _, kind, code, step, layer, rows, hidden, _, queue_ns, copy_wait_ns, compute_ns, status, body, _ = _header(frame, size)
+    _, kind, code, step, layer, rows, hidden, _, queue_ns, copy_wait_ns, compute_ns, status, body, last = _header(frame, size)
     if kind == ERROR:
         _check_body(size, body, HEADER_BYTES + body)
         raise _error(status, bytes(frame.memory[HEADER_BYTES : HEADER_BYTES + body]).decode(errors="replace"))
@@ -143,7 +175,8 @@ def decode_reply(frame: FrameBuffer, size: int, call: LayerCall) -> LayerReply:
     if (step, layer, rows, hidden, dtype) != expected:
         raise Mismatch(f"the worker answered step {step}, layer {layer}, {rows} rows x {hidden} {dtype}; asked was {expected}")
     _check_body(size, body, HEADER_BYTES + rows * hidden * dtype.itemsize)
-    return LayerReply(frame.sections(rows, hidden, 0, dtype).x, queue_ns, copy_wait_ns, compute_ns)
+    times = queue_ns, copy_wait_ns, compute_ns, 0
+    return LayerReply(frame.sections(rows, hidden, 0, dtype).x, *times, *VERIFIED.unpack(last))
 
 
 def peek(frame: FrameBuffer, size: int) -> tuple[int, int]:
@@ -161,6 +194,11 @@ def _header(frame: FrameBuffer, size: int) -> tuple[int, int, int, int, int, int
     if header[0] != MAGIC:
         raise BadRequest("magic", f"expected {MAGIC:#x}, got {header[0]:#x}")
     return header
+
+
+def _trace(last: bytes) -> bytes:
+    trace = last[:_TRACE_BYTES]
+    return b"" if trace == _UNTRACED else trace
 
 
 def _dtype(code: int) -> torch.dtype:

@@ -21,13 +21,13 @@ MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60
 
 # Modules (with everything below them) that must never load a library, not even through another module of ours.
-TORCHLESS = ("errors", "settings", "rpc", "telemetry", "client", "cli", "cluster", "process", "child")
-GRPCLESS = ("errors", "spec", "families", "placement", "wire", "kernels")
+TORCHLESS = ("errors", "hints", "settings", "rpc", "telemetry", "client", "cli", "cluster", "process", "child")
+GRPCLESS = ("errors", "hints", "spec", "families", "placement", "wire", "kernels")
 KERNELS_MAY = ("torch", "triton", "forefetch.kernels")
 
 # Rooms of a service, highest first: a module imports its own room and those below.
 ROOMS: dict[str, tuple[str, ...]] = {
-    "edge": ("__main__", "server", "client", "links", "build", "status"),
+    "edge": ("__main__", "server", "client", "links", "hinting", "build", "status"),
     "device": (
         *("engine", "trunk", "batch", "cache", "rope", "dispatch", "workers", "sampling", "text", "detokenise"),
         *("answer", "recorder", "core", "experts", "handover", "lookahead"),

@@ -73,12 +73,42 @@ class OpenShmResponse(_message.Message):
     instance_id: str
     def __init__(self, instance_id: _Optional[str] = ...) -> None: ...
 
+class HintRequest(_message.Message):
+    __slots__ = ("step", "source", "layer", "phase", "experts", "probabilities", "window_ns", "want_residency")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_NS_FIELD_NUMBER: _ClassVar[int]
+    WANT_RESIDENCY_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    source: int
+    layer: int
+    phase: int
+    experts: _containers.RepeatedScalarFieldContainer[int]
+    probabilities: _containers.RepeatedScalarFieldContainer[float]
+    window_ns: int
+    want_residency: bool
+    def __init__(self, step: _Optional[int] = ..., source: _Optional[int] = ..., layer: _Optional[int] = ..., phase: _Optional[int] = ..., experts: _Optional[_Iterable[int]] = ..., probabilities: _Optional[_Iterable[float]] = ..., window_ns: _Optional[int] = ..., want_residency: bool = ...) -> None: ...
+
+class HintResponse(_message.Message):
+    __slots__ = ("step", "layer", "resident")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    layer: int
+    resident: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., layer: _Optional[int] = ..., resident: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class ExpertServiceGetStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ExpertServiceGetStatsResponse(_message.Message):
-    __slots__ = ("uptime_s", "calls", "rows", "pairs", "errors", "weight_bytes", "compute_ns", "load", "routers")
+    __slots__ = ("uptime_s", "calls", "rows", "pairs", "errors", "weight_bytes", "compute_ns", "load", "routers", "hits", "late", "misses", "resident", "wasted_bytes", "copied_bytes", "copy_wait_ns", "hints", "hints_dropped")
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +118,15 @@ class ExpertServiceGetStatsResponse(_message.Message):
     COMPUTE_NS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    WASTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COPY_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
+    HINTS_DROPPED_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     calls: int
     rows: int
@@ -97,7 +136,16 @@ class ExpertServiceGetStatsResponse(_message.Message):
     compute_ns: int
     load: _containers.RepeatedCompositeFieldContainer[ExpertLoad]
     routers: int
-    def __init__(self, uptime_s: _Optional[float] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., pairs: _Optional[int] = ..., errors: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., compute_ns: _Optional[int] = ..., load: _Optional[_Iterable[_Union[ExpertLoad, _Mapping]]] = ..., routers: _Optional[int] = ...) -> None: ...
+    hits: int
+    late: int
+    misses: int
+    resident: int
+    wasted_bytes: int
+    copied_bytes: int
+    copy_wait_ns: int
+    hints: int
+    hints_dropped: int
+    def __init__(self, uptime_s: _Optional[float] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., pairs: _Optional[int] = ..., errors: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., compute_ns: _Optional[int] = ..., load: _Optional[_Iterable[_Union[ExpertLoad, _Mapping]]] = ..., routers: _Optional[int] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ..., resident: _Optional[int] = ..., wasted_bytes: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., hints: _Optional[int] = ..., hints_dropped: _Optional[int] = ...) -> None: ...
 
 class ExpertLoad(_message.Message):
     __slots__ = ("layer", "experts", "pairs")

@@ -50,6 +50,11 @@ class ExpertServiceStub(object):
                 request_serializer=forefetch_dot_v1_dot_expert__pb2.OpenShmRequest.SerializeToString,
                 response_deserializer=forefetch_dot_v1_dot_expert__pb2.OpenShmResponse.FromString,
                 _registered_method=True)
+        self.Hint = channel.stream_stream(
+                '/forefetch.v1.ExpertService/Hint',
+                request_serializer=forefetch_dot_v1_dot_expert__pb2.HintRequest.SerializeToString,
+                response_deserializer=forefetch_dot_v1_dot_expert__pb2.HintResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/forefetch.v1.ExpertService/GetStats',
                 request_serializer=forefetch_dot_v1_dot_expert__pb2.ExpertServiceGetStatsRequest.SerializeToString,
@@ -85,6 +90,15 @@ class ExpertServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Hint(self, request_iterator, context):
+        """Which experts later layers will probably need, from a router that serves its rows over Forward or OpenShm. A hint moves
+        bytes early and changes nothing else: one that makes no sense is counted and dropped, and losing the stream costs hints.
+        The worker answers only hints that ask for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Counters since start, for operators.
         """
@@ -109,6 +123,11 @@ def add_ExpertServiceServicer_to_server(servicer, server):
                     servicer.OpenShm,
                     request_deserializer=forefetch_dot_v1_dot_expert__pb2.OpenShmRequest.FromString,
                     response_serializer=forefetch_dot_v1_dot_expert__pb2.OpenShmResponse.SerializeToString,
+            ),
+            'Hint': grpc.stream_stream_rpc_method_handler(
+                    servicer.Hint,
+                    request_deserializer=forefetch_dot_v1_dot_expert__pb2.HintRequest.FromString,
+                    response_serializer=forefetch_dot_v1_dot_expert__pb2.HintResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -198,6 +217,33 @@ class ExpertService(object):
             '/forefetch.v1.ExpertService/OpenShm',
             forefetch_dot_v1_dot_expert__pb2.OpenShmRequest.SerializeToString,
             forefetch_dot_v1_dot_expert__pb2.OpenShmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hint(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/forefetch.v1.ExpertService/Hint',
+            forefetch_dot_v1_dot_expert__pb2.HintRequest.SerializeToString,
+            forefetch_dot_v1_dot_expert__pb2.HintResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,11 @@ class ExpertServiceStub:
     mapped, then serves it for as long as this stream is open. FAILED_PRECONDITION when the segment cannot be reached
     (another host): the router falls back to Forward.
     """
+    Hint: _grpc.StreamStreamMultiCallable[_expert_pb2.HintRequest, _expert_pb2.HintResponse]
+    """Which experts later layers will probably need, from a router that serves its rows over Forward or OpenShm. A hint moves
+    bytes early and changes nothing else: one that makes no sense is counted and dropped, and losing the stream costs hints.
+    The worker answers only hints that ask for it.
+    """
     GetStats: _grpc.UnaryUnaryMultiCallable[_expert_pb2.ExpertServiceGetStatsRequest, _expert_pb2.ExpertServiceGetStatsResponse]
     """Counters since start, for operators."""
 
@@ -62,6 +67,11 @@ class ExpertServiceAsyncStub(ExpertServiceStub):
     """Opens the data path of link `shm`: the router names a shared-memory segment it made; the worker answers that it is
     mapped, then serves it for as long as this stream is open. FAILED_PRECONDITION when the segment cannot be reached
     (another host): the router falls back to Forward.
+    """
+    Hint: _aio.StreamStreamMultiCallable[_expert_pb2.HintRequest, _expert_pb2.HintResponse]  # type: ignore[assignment]
+    """Which experts later layers will probably need, from a router that serves its rows over Forward or OpenShm. A hint moves
+    bytes early and changes nothing else: one that makes no sense is counted and dropped, and losing the stream costs hints.
+    The worker answers only hints that ask for it.
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_expert_pb2.ExpertServiceGetStatsRequest, _expert_pb2.ExpertServiceGetStatsResponse]  # type: ignore[assignment]
     """Counters since start, for operators."""
@@ -96,6 +106,17 @@ class ExpertServiceServicer(metaclass=_abc_1.ABCMeta):
         """Opens the data path of link `shm`: the router names a shared-memory segment it made; the worker answers that it is
         mapped, then serves it for as long as this stream is open. FAILED_PRECONDITION when the segment cannot be reached
         (another host): the router falls back to Forward.
+        """
+
+    @_abc_1.abstractmethod
+    def Hint(
+        self,
+        request_iterator: _MaybeAsyncIterator[_expert_pb2.HintRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_expert_pb2.HintResponse], _abc.AsyncIterator[_expert_pb2.HintResponse]]:
+        """Which experts later layers will probably need, from a router that serves its rows over Forward or OpenShm. A hint moves
+        bytes early and changes nothing else: one that makes no sense is counted and dropped, and losing the stream costs hints.
+        The worker answers only hints that ask for it.
         """
 
     @_abc_1.abstractmethod

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +15,8 @@ from expert_worker.core import Core, Turn, WorkerInfo
 from forefetch import wire
 from forefetch.errors import BadRequest, ForefetchError, Mismatch
 from forefetch.frames import FrameBuffer
-from forefetch.wire import LayerCall
+from forefetch.hints import ExpertHint
+from forefetch.wire import LayerCall, Verified
 
 INFO = WorkerInfo("digest", "model", 0, 1, {0: (0, 1)}, 4, torch.float32, "cpu", "instance", 8)
 
@@ -28,15 +31,25 @@ class Script:
         self.gate = threading.Event()
         self.gate.set()
         self.order: list[int] = []
+        self.hinted: list[ExpertHint] = []
         self.error: Exception | None = None
 
-    def forward(self, call: LayerCall, out: Tensor) -> int:
+    def forward(self, call: LayerCall, out: Tensor) -> tuple[int, Verified]:
         self.order.append(call.step)
         self.gate.wait(10.0)
         if self.error:
             raise self.error
         out.copy_(call.x + 1)
-        return 7
+        return 7, Verified(hits=1, copied_bytes=2**40)
+
+    def hint(self, hint: ExpertHint) -> bool:
+        self.hinted.append(hint)
+        if self.error:
+            raise self.error
+        return hint.layer == 0
+
+    def resident(self, layer: int) -> list[int]:
+        return []
 
 
 def a_call(step: int = 1) -> LayerCall:
@@ -56,6 +69,9 @@ def test_calls_are_answered_and_counted() -> None:
     reply = answered(core, call)
     assert torch.equal(reply.rows, call.x + 1)
     assert reply.copy_wait_ns == 7
+    assert (reply.hits, reply.late, reply.misses, reply.wasted_bytes, reply.copied_bytes) == (1, 0, 0, 0, 2**40)
+    assert core.verified == Verified(hits=1, copied_bytes=2**40)
+    assert core.copy_wait_ns == 7
     assert reply.compute_ns > 0
     assert (core.calls, core.rows, core.pairs, core.errors) == (1, 2, 1, 0)
     assert core.compute_ns == reply.compute_ns
@@ -120,3 +136,34 @@ def test_a_reply_that_does_not_fit_the_link_is_refused() -> None:
     size = core.answer(request, wire.encode_request(request, call), reply)
     with pytest.raises(BadRequest, match="rows"):
         wire.decode_reply(reply, size, call)
+
+
+def test_hints_are_counted_and_cannot_do_harm(caplog: pytest.LogCaptureFixture) -> None:
+    script = Script()
+    core = Core(INFO, script)
+    hint = ExpertHint(1, 0, 0, 0, np.array([1], dtype=np.int32), np.ones(1, dtype=np.float32), 0)
+    core.hint(hint)
+    core.hint(dataclasses.replace(hint, layer=1))
+    core.hint(dataclasses.replace(hint, probabilities=np.full(1, np.nan, dtype=np.float32)))  # never reaches the experts
+    assert script.hinted[0] is hint
+    assert len(script.hinted) == 2
+    script.error = ZeroDivisionError()
+    core.hint(hint)
+    assert "taking a hint" in caplog.text
+    assert (core.hints, core.hints_dropped) == (1, 3)
+
+
+def test_a_hint_does_not_wait_for_a_call() -> None:
+    script = Script()
+    core = Core(INFO, script)
+    script.gate.clear()
+    router = threading.Thread(target=lambda: answered(core, a_call()))
+    router.start()
+    until = time.monotonic() + 10
+    while not script.order and time.monotonic() < until:
+        time.sleep(0.001)
+    core.hint(ExpertHint(1, 0, 0, 0, np.array([1], dtype=np.int32), np.ones(1, dtype=np.float32), 0))
+    assert core.busy
+    assert len(script.hinted) == 1
+    script.gate.set()
+    router.join(10.0)

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from worker_calls import WIRED, Model
 
 from expert_worker import client
 from forefetch import rpc, shm
 from forefetch.errors import LinkDown, Unavailable
+from forefetch.hints import ExpertHint
 from forefetch.process import Process
 from forefetch.v1 import expert_pb2, expert_pb2_grpc
 
@@ -56,6 +58,8 @@ def test_a_worker_killed_during_a_call(kind: str, model: Model, mortal: Process)
         assert "/" not in reason
         with pytest.raises(Unavailable):
             model.connect(mortal.address, kind)
+        link.hint(ExpertHint(1, 0, 0, 0, np.array([1], np.int32), np.ones(1, np.float32), 0))
+        assert link.hints_dropped == 1, "a dead worker's hints are dropped without an error"
         link.submit(model.call())
         took, _ = collect_late(link, 60.0)  # it stays down, at once
         assert took < NOTICED_S

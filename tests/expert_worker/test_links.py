@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import struct
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
@@ -13,20 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from worker_calls import WIRED, Model
 
-from expert_worker import client, server
+from expert_worker import client, hinting, server
 from expert_worker.core import Core, WorkerInfo
 from expert_worker.links import GrpcLink
 from forefetch import rpc, shm, wire
 from forefetch.errors import BadRequest, ForefetchError, Mismatch, Unavailable
+from forefetch.hints import ExpertHint
 from forefetch.process import Process
 from forefetch.settings import ServiceConfig
 from forefetch.v1 import expert_pb2, expert_pb2_grpc
-from forefetch.wire import LayerCall
+from forefetch.wire import LayerCall, Verified
 
 
 def check(link: client.Link, model: Model, call: LayerCall) -> None:
@@ -49,6 +52,9 @@ def test_answers_are_right_at_every_size(kind: str, model: Model, worker: Proces
 def test_a_local_link_is_a_link_like_the_others(model: Model) -> None:
     with closing(client.local(client.ExpertConfig(model=str(model.folder)))) as link:
         assert link.kind == "local"
+        link.hint(a_hint())
+        link.hint(a_hint(1, 99))
+        assert link.hints_dropped == 0, "the worker dropped one, the link none"
         check(link, model, model.call(7))
         refusals(link, model)
 
@@ -67,6 +73,72 @@ def test_a_refused_call_leaves_the_link_usable(kind: str, model: Model, worker: 
             link.submit(dataclasses.replace(model.call(2), **change))
             with pytest.raises(BadRequest, match=names):
                 link.collect(10.0)
+        check(link, model, model.call(3))
+
+
+def a_hint(step: int = 1, layer: int = 0, *experts: int) -> ExpertHint:
+    return ExpertHint(
+        step, 0, layer, 0, np.array(experts or (1, 3), dtype=np.int32), np.full(len(experts) or 2, 0.5, np.float32), 9
+    )
+
+
+@pytest.mark.parametrize("kind", WIRED)
+def test_hints_arrive_and_wrong_ones_do_no_harm(kind: str, model: Model, worker: Process) -> None:
+    layer = model.spec.moe_layers[-1]
+    with rpc.channel(worker.address) as channel, closing(model.connect(worker.address, kind)) as link:
+        stub = expert_pb2_grpc.ExpertServiceStub(channel)
+
+        def counts() -> tuple[int, int]:
+            stats = stub.GetStats(expert_pb2.ExpertServiceGetStatsRequest(), timeout=10.0)
+            return stats.hints, stats.hints_dropped
+
+        taken, dropped = counts()
+        link.submit(model.call(3))
+        link.hint(a_hint(1, layer))  # while a call is outstanding
+        link.collect(20.0)
+        for wrong in (a_hint(1, 99), a_hint(1, layer, 2**31 - 1), a_hint(1, layer, 2, 2)):
+            link.hint(wrong)
+        link.hint(a_hint(2, layer, 5))
+        until = time.monotonic() + 10
+        while sum(counts()) < taken + dropped + 5 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert counts() == (taken + 2, dropped + 3)
+        assert link.hints_dropped == 0
+        check(link, model, model.call(3))
+
+
+def test_residency_is_told_to_whoever_asks(model: Model, worker: Process) -> None:
+    layer = model.spec.moe_layers[0]
+    ask = expert_pb2.HintRequest(step=5, layer=layer, experts=[1], probabilities=[1.0], want_residency=True)
+    with rpc.channel(worker.address) as channel:
+        stub = expert_pb2_grpc.ExpertServiceStub(channel)
+        said = list(stub.Hint(iter((ask, expert_pb2.HintRequest(layer=layer), ask)), timeout=10.0))
+    assert [(response.step, response.layer) for response in said] == [(5, layer)] * 2
+    assert list(said[0].resident) == list(range(model.spec.num_experts))
+
+
+@pytest.mark.parametrize("kind", WIRED)
+def test_hints_for_a_worker_that_knows_none_are_dropped(
+    kind: str, model: Model, worker: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = expert_pb2_grpc.ExpertServiceStub
+
+    def without_hints(channel: grpc.Channel) -> Any:
+        made = stub(channel)
+        made.Hint = channel.stream_stream(  # type: ignore[method-assign]
+            "/forefetch.v1.ExpertService/Unknown",
+            request_serializer=expert_pb2.HintRequest.SerializeToString,
+            response_deserializer=expert_pb2.HintResponse.FromString,
+        )
+        return made
+
+    monkeypatch.setattr(hinting.expert_pb2_grpc, "ExpertServiceStub", without_hints)
+    with closing(model.connect(worker.address, kind)) as link:
+        until = time.monotonic() + 10
+        while not link.hints_dropped and time.monotonic() < until:
+            link.hint(a_hint())
+            time.sleep(0.01)
+        assert link.hints_dropped > 0
         check(link, model, model.call(3))
 
 
@@ -268,9 +340,15 @@ class Nothing:
     load = torch.zeros(1, 1, dtype=torch.int64).numpy()
     weight_bytes = 0
 
-    def forward(self, call: LayerCall, out: torch.Tensor) -> int:
+    def forward(self, call: LayerCall, out: torch.Tensor) -> tuple[int, Verified]:
         out.zero_()
-        return 0
+        return 0, Verified()
+
+    def hint(self, hint: ExpertHint) -> bool:
+        return True
+
+    def resident(self, layer: int) -> list[int]:
+        return []
 
 
 def test_a_worker_that_is_loading_says_so(model: Model, service: tuple[server.ExpertService, str]) -> None:
