@@ -7,6 +7,8 @@ the unit that is handed to the KV service.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from forefetch.spec import ModelSpec
@@ -21,7 +23,10 @@ class KvCache:
         shape = (spec.kv_heads, pages, page_size, spec.head_dim)
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
+        self.block_bytes = self.page_bytes(spec, page_size, dtype)
         self._limit = torch.finfo(dtype).max
+        # Blocks that come in are copied beside the running step, not between its kernels.
+        self._incoming = torch.Stream(device) if device.type == "cuda" else None
 
     @staticmethod
     def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> int:
@@ -41,3 +46,17 @@ class KvCache:
         parts = [pool[layer][:, page] for layer in range(len(self.k)) for pool in (self.k, self.v)]
         block = torch.stack(parts).contiguous().cpu()
         return block.view(torch.uint8).numpy().tobytes()
+
+    def write_block(self, page: int, data: bytes) -> None:
+        """The inverse of `read_block`: fills a page that nobody reads yet. Returns when the bytes are there; any thread.
+
+        Raises ValueError when `data` is not `block_bytes` long."""
+        if len(data) != self.block_bytes:
+            raise ValueError(f"a block has {self.block_bytes} bytes, not {len(data)}")
+        block = torch.frombuffer(bytearray(data), dtype=self.dtype).view(len(self.k), 2, *self.k[0][:, page].shape)
+        with torch.inference_mode(), self._incoming or nullcontext():
+            for layer, (k, v) in enumerate(block):
+                self.k[layer][:, page].copy_(k)
+                self.v[layer][:, page].copy_(v)
+        if self._incoming is not None:
+            self._incoming.synchronize()
