@@ -13,14 +13,25 @@ from forefetch import rpc, settings, shm
 from forefetch.errors import ConfigError, UnsupportedModel
 from forefetch.telemetry.metrics import ExpertMetrics, new_registry
 
+STUCK_S = 60.0
+"""A worker whose call has not ended in this time says that it does not live."""
+
 
 def serve(config: ExpertConfig) -> None:
     """Binds, loads the shard, and serves until a signal."""
     service, registry = ExpertService(spin_ns(config.spin_us, config.shards)), new_registry()
     ExpertMetrics(registry, service.stats)
     shm.reclaim()
+    # A call of any size ends within the router's step timeout; one that takes three times as long will not end.
+    pulse = rpc.Pulse(lambda: service.core.calls if service.core else 0, lambda: service.busy, STUCK_S)
     server = rpc.serve_sync(
-        config, SERVICE, service.register, max_workers=MAX_THREADS, busy=lambda: service.busy, registry=registry
+        config,
+        SERVICE,
+        service.register,
+        max_workers=MAX_THREADS,
+        busy=lambda: service.busy,
+        registry=registry,
+        vitals=rpc.Vitals(alive=pulse),
     )
     try:
         with rpc.loading("experts") as on_progress:

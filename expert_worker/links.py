@@ -72,6 +72,11 @@ class Link(ABC):
         reply.round_trip_ns = perf_counter_ns() - self._since_ns
         return reply
 
+    @property
+    def alive(self) -> bool:
+        """False once the other side is known to be gone, also between calls. True proves nothing."""
+        return not self._down
+
     @abstractmethod
     def hint(self, hint: ExpertHint) -> None:
         """Tells the worker what a later layer will probably need, at any time, from any thread. Never blocks, never raises; a
@@ -185,6 +190,11 @@ class GrpcLink(WiredLink):
             raise _refusal(self._replies)
         self._open_hints()
         threading.Thread(target=self._watch, name=f"watch-{address}", daemon=True).start()
+
+    @property
+    def alive(self) -> bool:
+        """The stream is open."""
+        return not self._down and bool(self._replies.is_active())
 
     def _watch(self) -> None:
         """A sync stream's next() knows no deadline; this thread cancels the stream when one is missed."""

@@ -20,7 +20,7 @@ TAIL_LINES = 30
 
 
 class Process:
-    """One service of a cluster. `address` and `metrics` are host:port once it is ready; a restart keeps the address.
+    """One service of a cluster. `address`, `metrics` and `health` are host:port once it is ready; a restart keeps the address.
 
     on_line(name, line) sees every line of standard error, on_loading(name, done, total) how far loading has come:
     (0, 0) at the start, (1, 1) when it is ready. Both are called on a thread of this object. All methods may be called from
@@ -40,7 +40,7 @@ class Process:
     ) -> None:
         self.name = name
         self.address = ""
-        self.metrics = ""
+        self.metrics = self.health = ""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._module, self._flags, self._environment, self._listen = module, list(flags), dict(environment), listen
         self._on_line, self._on_loading = on_line, on_loading
@@ -79,7 +79,8 @@ class Process:
         for line in stream:
             message = _event(line)
             if message.get("event") == "ready":
-                self.address, self.metrics = message["address"], message.get("metrics", "")
+                self.address = message["address"]
+                self.metrics, self.health = message.get("metrics", ""), message.get("health", "")
                 self._report(1, 1)
                 ready.set()
             elif message.get("event") == "loading":

@@ -137,6 +137,11 @@ class ServiceConfig(Config):
         "",
         """host:port for Prometheus' /metrics over HTTP; port 0 takes a free one. Unset: no HTTP server.""",
     )
+    health_listen: str = setting(
+        "",
+        """host:port for grpc.health.v1 alone, always without TLS: for probes that know no certificates, such as the kubelet's.
+        The same names are served beside the API. Unset: only there.""",
+    )
     otlp_endpoint: str = setting(
         "",
         """host:port of an OTLP/gRPC collector for spans, or an http:// address for OTLP/HTTP. Unset: no spans are built. A
@@ -176,7 +181,7 @@ class ServiceConfig(Config):
             raise ConfigError("--tls-cert and --tls-key: set both or neither")
         if self.drain_s < 0:
             raise ConfigError("--drain-s: must not be negative")
-        for name in ("listen", "metrics_listen"):
+        for name in ("listen", "metrics_listen", "health_listen"):
             address = getattr(self, name)
             if address or name == "listen":
                 host, _, port = address.rpartition(":")

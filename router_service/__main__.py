@@ -57,6 +57,8 @@ async def serve(config: RouterConfig) -> None:
         on_drain=engine.drain,
         busy=lambda: engine.busy,
         registry=registry,
+        vitals=_vitals(engine, config.step_timeout_s),
+        loaded=True,
     )
     try:
         await asyncio.to_thread(dispatch.workers.wait_complete, config.start_timeout_s)
@@ -69,6 +71,12 @@ async def serve(config: RouterConfig) -> None:
         if handover is not None:
             handover.close(timeout_s=2.0)
         recorder.exporter.close()
+
+
+def _vitals(engine: Engine, step_timeout_s: float) -> rpc.Vitals:
+    """Ready while every expert has a worker; alive while steps follow one another. A lost worker is no illness of ours."""
+    pulse = rpc.Pulse(lambda: engine.progress, lambda: engine.working, max(60.0, 3 * step_timeout_s))
+    return rpc.Vitals(ready=lambda: engine.ready, alive=lambda: engine.running and pulse())
 
 
 def _handover(config: RouterConfig, spec: ModelSpec, digest: str, trunk: Trunk, recorder: Recorder) -> Handover:

@@ -68,6 +68,8 @@ class Engine:
     _draining: bool = False
     _missing_since: float | None = None
     _step: int = 0
+    _broken: int = 0
+    _thread: threading.Thread | None = None
 
     # ---- the API's side: any thread ----
 
@@ -105,14 +107,30 @@ class Engine:
 
     @property
     def progress(self) -> int:
-        """A number that moves with every step."""
-        return self._step
+        """A number that moves with every step, run or broken off."""
+        return self._step + self._broken
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request that came now would be taken and could begin."""
+        return not self._draining and self._missing_since is None and self.parts.workers.complete
+
+    @property
+    def working(self) -> bool:
+        """Requests are in the batch and their workers are there: steps must follow one another."""
+        return bool(self.parts.scheduler.running) and self._missing_since is None
+
+    @property
+    def running(self) -> bool:
+        """The thread lives."""
+        return self._thread is None or self._thread.is_alive()
 
     def stop(self) -> None:
         """Ends the thread after the current step; what is left ends in UNAVAILABLE."""
         self._stopping = True
         self._wake.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     # ---- the engine's thread ----
 
@@ -120,6 +138,7 @@ class Engine:
         while not self._stopping:
             try:
                 if not self.step():
+                    self.parts.workers.sweep()
                     self._wake.wait(STALL_WAIT_S if self._missing_since is not None else IDLE_WAIT_S)
                     self._wake.clear()
             except Exception as error:  # a defect: its requests must not hang, and the process stays up
@@ -181,6 +200,7 @@ class Engine:
 
     def _replay(self, plan: Plan) -> None:
         """A worker was lost: nothing is committed, so the next plan holds the same tokens again."""
+        self._broken += 1
         for chunk in plan.chunks:
             chunk.request.replayed_steps += 1
         self.parts.recorder.replayed()

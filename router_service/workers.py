@@ -84,6 +84,12 @@ class Workers:
                 self._assign()
         return self.complete
 
+    def sweep(self) -> None:
+        """Drops links whose other side is known to be gone. For idle times: a step finds out by itself."""
+        for worker in self.rows:
+            if worker.link is not None and not worker.link.alive:
+                self.lost(worker.index, "the worker's process ended or its connection broke")
+
     def lost(self, index: int, reason: str) -> None:
         """Drops a worker's link and starts bringing it back."""
         worker = self.rows[index]

@@ -10,14 +10,17 @@ A process:  rpc.run_main(PROG, body), whose body does
 
 from forefetch.rpc.channels import MESSAGE_LIMIT, Tls, aio_channel, channel, tls_of
 from forefetch.rpc.failures import aio_handler, error_of, status_of, sync_handler, time_left
+from forefetch.rpc.health import Pulse, Vitals
 from forefetch.rpc.program import announce, loading, run_main, setup_logging
 from forefetch.rpc.servers import AioServer, SyncServer, serve_aio, serve_sync
 
 __all__ = [
     "MESSAGE_LIMIT",
     "AioServer",
+    "Pulse",
     "SyncServer",
     "Tls",
+    "Vitals",
     "aio_channel",
     "aio_handler",
     "announce",

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from forefetch.errors import ConfigError
-from forefetch.rpc.channels import server_credentials, server_options, tls_of
+from forefetch.rpc import health as states
+from forefetch.rpc.binding import bind, bind_probes, enable_reflection, start_metrics
+from forefetch.rpc.channels import server_options
 from forefetch.rpc.failures import Parsing
 from forefetch.rpc.program import announce
 from forefetch.settings import ServiceConfig
@@ -31,56 +32,12 @@ _log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Once nothing is busy, streams that never end by themselves (health watches) get this long, seconds.
 _LINGER_S = 0.5
+# How often health is looked at, seconds.
+_LOOK_S = 0.1
 # How long `stop` waits for gRPC, seconds.
 _STOP_S = 5.0
 # Once `run` has returned, the rest of the process has this long to end, seconds.
 _LAST_RESORT_S = 10.0
-
-
-def _bind(config: ServiceConfig, server: Any) -> str:
-    """Adds config.listen to a sync or asyncio server; host:port with the port that was taken."""
-    tls = tls_of(config)
-    try:
-        if tls is not None and tls.cert:
-            port = server.add_secure_port(config.listen, server_credentials(tls))
-        else:
-            port = server.add_insecure_port(config.listen)
-    except RuntimeError:
-        raise ConfigError(
-            f"--listen: cannot serve on {config.listen}: the port is in use, or the address is not ours"
-        ) from None
-    return f"{config.listen.rpartition(':')[0]}:{port}"
-
-
-def _start_metrics(config: ServiceConfig, registry: CollectorRegistry | None) -> tuple[str, Any]:
-    if not config.metrics_listen or registry is None:
-        return "", None
-    from prometheus_client import start_http_server
-
-    host, _, port = config.metrics_listen.rpartition(":")
-    try:
-        httpd, _thread = start_http_server(int(port), host.strip("[]"), registry)
-    except OSError as error:
-        raise ConfigError(f"--metrics-listen: cannot serve on {config.metrics_listen}: {error.strerror}") from None
-    return f"{host}:{httpd.server_port}", httpd
-
-
-def _enable_reflection(config: ServiceConfig, names: Sequence[str], server: Any) -> None:
-    if not config.reflection:
-        return
-    from grpc_health.v1 import health
-    from grpc_reflection.v1alpha import reflection
-
-    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-
-
-def _health_states(name: str, serving: bool) -> Iterator[tuple[str, Any]]:
-    """The empty name, the service and "readiness" say whether calls are welcome; "liveness" that the process works at all."""
-    from grpc_health.v1.health_pb2 import HealthCheckResponse
-
-    for service in ("", name, "readiness"):
-        yield service, HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING
-    yield "liveness", HealthCheckResponse.SERVING
 
 
 def _leave_soon(delay_s: float) -> None:
@@ -95,7 +52,7 @@ def _leave_soon(delay_s: float) -> None:
 
 
 class _Served:
-    """What both kinds of server have. `address` is host:port, `metrics` that of /metrics or ""."""
+    """What both kinds of server have. `address` is host:port; `metrics` and `probes` those of /metrics and of health, or ""."""
 
     def __init__(
         self,
@@ -105,11 +62,17 @@ class _Served:
         on_drain: Callable[[], None] | None,
         busy: Callable[[], bool] | None,
         registry: CollectorRegistry | None,
+        vitals: states.Vitals | None,
     ) -> None:
-        self.address = _bind(config, server)
-        self.metrics, self._httpd = _start_metrics(config, registry)
+        self.address = bind(config, server)
+        self.metrics, self._httpd = start_metrics(config, registry)
         self._name, self._drain_s, self._on_drain, self._busy = name, config.drain_s, on_drain, busy
+        self._states = states.States(name, vitals or states.Vitals())
+        self.probes = ""
         self._signals = 0
+
+    def _announce(self) -> None:
+        announce(self.address, self.metrics, **({"health": self.probes} if self.probes else {}))
 
     def _begin_drain(self) -> float:
         """When it must be over."""
@@ -136,23 +99,35 @@ class SyncServer(_Served):
         super().__init__(config, name, server, *more)
         self._server, self._health = server, health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self._probe_server: grpc.Server | None = None
+        if config.health_listen:
+            self._probe_server = grpc.server(ThreadPoolExecutor(2, thread_name_prefix="probes"), options=server_options())
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probe_server)
+            self.probes = bind_probes(config.health_listen, self._probe_server)
+            self._probe_server.start()
         self.set_serving(False)
         server.start()
 
     def set_serving(self, serving: bool) -> None:
-        """What health says from now on."""
-        for service, state in _health_states(self._name, serving):
+        """Whether calls are welcome from now on, as far as the server is concerned; the service's vitals have their say too."""
+        self._states.accepting = serving
+        self._look()
+
+    def _look(self) -> None:
+        for service, state in self._states.changes():
             self._health.set(service, state)
 
     def run(self) -> None:
         """SERVING, the ready line; returns after SIGTERM or SIGINT and the drain. Call it on the main thread."""
         previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
+            self._states.loaded = True
             self.set_serving(True)
-            announce(self.address, self.metrics)
+            self._announce()
             # Python runs handlers on the main thread only, and a signal may be delivered to one of gRPC's: wake up to look.
             while not self._signals:
-                time.sleep(0.1)
+                time.sleep(_LOOK_S)
+                self._look()
             self.drain()
         finally:
             for number, handler in previous.items():
@@ -179,6 +154,8 @@ class SyncServer(_Served):
     def stop(self) -> None:
         """Ends everything now."""
         self._server.stop(None).wait(_STOP_S)
+        if self._probe_server is not None:
+            self._probe_server.stop(None).wait(_STOP_S)
         self._stop_metrics()
 
 
@@ -191,6 +168,7 @@ def serve_sync(
     on_drain: Callable[[], None] | None = None,
     busy: Callable[[], bool] | None = None,
     registry: CollectorRegistry | None = None,
+    vitals: states.Vitals | None = None,
 ) -> SyncServer:
     """Binds config.listen and starts; health says NOT_SERVING until `run()` or `set_serving(True)`.
 
@@ -201,8 +179,8 @@ def serve_sync(
     pool = ThreadPoolExecutor(max_workers, thread_name_prefix=name.rpartition(".")[2])
     server = grpc.server(pool, options=server_options())
     register(server)
-    _enable_reflection(config, (name,), server)
-    return SyncServer(config, name, server, on_drain, busy, registry)
+    enable_reflection(config, (name,), server)
+    return SyncServer(config, name, server, on_drain, busy, registry, vitals)
 
 
 class AioServer(_Served):
@@ -215,10 +193,27 @@ class AioServer(_Served):
         self._server, self._health = server, health.aio.HealthServicer()
         self._signalled = asyncio.Event()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self._probe_server: grpc.aio.Server | None = None
+        if config.health_listen:
+            self._probe_server = grpc.aio.server(options=server_options())
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probe_server)
+            self.probes = bind_probes(config.health_listen, self._probe_server)
+
+    async def start(self, *, loaded: bool) -> None:
+        """Takes calls from now on. loaded: what `startup` says already, before `run`."""
+        self._states.loaded = loaded
+        await self.set_serving(False)
+        await self._server.start()
+        if self._probe_server is not None:
+            await self._probe_server.start()
 
     async def set_serving(self, serving: bool) -> None:
-        """What health says from now on."""
-        for service, state in _health_states(self._name, serving):
+        """As that of SyncServer."""
+        self._states.accepting = serving
+        await self._look()
+
+    async def _look(self) -> None:
+        for service, state in self._states.changes():
             await self._health.set(service, state)
 
     async def run(self) -> None:
@@ -227,9 +222,13 @@ class AioServer(_Served):
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         try:
+            self._states.loaded = True
             await self.set_serving(True)
-            announce(self.address, self.metrics)
-            await self._signalled.wait()
+            self._announce()
+            while not self._signals:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._signalled.wait(), _LOOK_S)
+                await self._look()
             await self.drain()
         finally:
             for number in _SIGNALS:
@@ -260,6 +259,8 @@ class AioServer(_Served):
         """Ends everything now."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._server.stop(None), _STOP_S)
+        if self._probe_server is not None:
+            await self._probe_server.stop(None)
         await asyncio.to_thread(self._stop_metrics)
 
 
@@ -271,12 +272,13 @@ async def serve_aio(
     on_drain: Callable[[], None] | None = None,
     busy: Callable[[], bool] | None = None,
     registry: CollectorRegistry | None = None,
+    vitals: states.Vitals | None = None,
+    loaded: bool = False,
 ) -> AioServer:
-    """`serve_sync` for an asyncio server."""
+    """`serve_sync` for an asyncio server. loaded: the model is there already, only others are still waited for."""
     server = grpc.aio.server(options=server_options(), interceptors=(Parsing(),))
     register(server)
-    _enable_reflection(config, (name,), server)
-    served = AioServer(config, name, server, on_drain, busy, registry)
-    await served.set_serving(False)
-    await server.start()
+    enable_reflection(config, (name,), server)
+    served = AioServer(config, name, server, on_drain, busy, registry, vitals)
+    await served.start(loaded=loaded)
     return served

@@ -59,6 +59,9 @@ class FakeWorkers:
     def refresh(self) -> bool:
         return self.complete
 
+    def sweep(self) -> None:
+        pass
+
     def missing(self) -> str:
         return "worker w0:1: gone"
 

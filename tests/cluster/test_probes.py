@@ -1,0 +1,87 @@
+"""What probes see of real processes: health over its own port, name by name, while workers and requests come and go."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import grpc
+import pytest
+from cluster_calls import SMALL, Background, Router, Start, until
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from reference_model import CASES
+
+from forefetch import rpc
+from forefetch.cluster import Cluster
+from forefetch.v1 import router_pb2, router_pb2_grpc
+
+CASE = "qwen3"
+PROBES = "--health-listen=127.0.0.1:0"
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture(scope="module")
+def cluster(start: Start) -> Cluster:
+    return start(CASE, link="grpc", kv=True, router=(*SMALL, PROBES), worker=(PROBES,), kv_flags=(PROBES,))
+
+
+@pytest.fixture
+def state(cluster: Cluster) -> Callable[[str, str], int]:
+    """state(process, name): what that process says over its health port now."""
+
+    def ask(process: str, name: str) -> int:
+        with rpc.channel(cluster.processes[process].health) as channel:
+            return int(health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=5).status)
+
+    return ask
+
+
+def test_idle_services_live_and_are_ready(cluster: Cluster, state: Callable[[str, str], int]) -> None:
+    for process in cluster.processes:
+        assert {state(process, name) for name in ("startup", "liveness", "readiness", "")} == {SERVING}
+
+
+def test_the_health_port_serves_health_alone(cluster: Cluster) -> None:
+    with rpc.channel(cluster.processes["router"].health) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            router_pb2_grpc.RouterServiceStub(channel).Describe(router_pb2.DescribeRequest(), timeout=5)
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_readiness_goes_off_with_a_worker_and_liveness_does_not(cluster: Cluster, state: Callable[[str, str], int]) -> None:
+    """The router is idle: nothing but the broken connection tells it."""
+    cluster.kill("worker-1")
+    until(lambda: state("router", "readiness") == NOT_SERVING)
+    assert state("router", "forefetch.v1.RouterService") == NOT_SERVING
+    assert state("router", "liveness") == SERVING
+    assert state("router", "startup") == SERVING
+    cluster.restart("worker-1")
+    until(lambda: state("router", "readiness") == SERVING)
+
+
+def test_a_stream_that_pauses_for_a_worker_leaves_the_router_alive(cluster: Cluster, state: Callable[[str, str], int]) -> None:
+    router = Router(cluster.address)
+    stream = Background(router, CASES[CASE].prompt, 150)
+    stream.wait_for(5)
+    cluster.kill("worker-0")
+    until(lambda: state("router", "readiness") == NOT_SERVING)
+    assert state("router", "liveness") == SERVING
+    cluster.restart("worker-0")
+    assert len(stream.done().tokens) == 150
+    until(lambda: state("router", "readiness") == SERVING)
+    router.close()
+
+
+def test_a_draining_router_is_alive_and_not_ready(cluster: Cluster) -> None:
+    """Ends the module's router, so it comes last."""
+    router = Router(cluster.address)
+    stream = Background(router, CASES[CASE].prompt, 200)
+    stream.wait_for(3)
+    with rpc.channel(cluster.processes["router"].health) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        cluster.processes["router"].signal(signal.SIGTERM)
+        said = health_pb2.HealthCheckRequest(service="readiness")
+        until(lambda: stub.Check(said, timeout=5).status == NOT_SERVING, every=0.005)
+        assert stub.Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=5).status == SERVING
+    assert len(stream.done().tokens) == 200
+    router.close()
