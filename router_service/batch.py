@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from forefetch.kernels.attention import PagedPlan
 from router_service.pages import SCRATCH
 from router_service.scheduler import Plan
 
@@ -42,20 +43,35 @@ class StepBatch:
     prefills: tuple[PrefillRows, ...]
     logit_rows: torch.Tensor  # [S] int64: rows that choose a token
     trace: bytes = b""  # span context of a sampled step, as frames carry it
+    paged: PagedPlan | None = None  # the decode rows' pages and lengths on the device, for kernels that read them there
 
 
 class StepBuffers:
-    """Static staging and device buffers. `buckets`: ascending row counts that steps are padded to; empty: no padding."""
+    """Static staging and device buffers. `buckets`: ascending row counts that steps are padded to; empty: no padding.
+
+    `paged`: decode rows' pages and lengths go to the device too, where idle rows of a padded step have length 0.
+    """
 
     def __init__(
-        self, *, max_tokens: int, max_batch: int, max_pages: int, page_size: int, device: torch.device, buckets: Sequence[int]
+        self,
+        *,
+        max_tokens: int,
+        max_batch: int,
+        max_pages: int,
+        page_size: int,
+        device: torch.device,
+        buckets: Sequence[int],
+        paged: bool = False,
     ) -> None:
-        self.page_size = page_size
+        self.page_size, self.max_batch = page_size, max_batch
         self.buckets = (*(b for b in buckets if b < max_tokens), max_tokens) if buckets else ()
         pinned = device.type == "cuda"
         self._rows_host = torch.zeros((4, max_tokens), dtype=torch.int64, pin_memory=pinned)
         self._table = torch.zeros((max_batch, max_pages), dtype=torch.int64)
         self._rows = self._rows_host if not pinned else torch.zeros_like(self._rows_host, device=device)
+        # Lengths of all rows, then their pages: one copy brings what a step uses of it.
+        self._paged_host = torch.zeros(max_batch * (1 + max_pages) if paged else 0, dtype=torch.int32, pin_memory=pinned)
+        self._paged = self._paged_host if not pinned else torch.zeros_like(self._paged_host, device=device)
 
     def fill(self, step: int, plan: Plan, trace: bytes = b"") -> StepBatch:
         """The plan as tensors; they are valid until the next fill."""
@@ -77,7 +93,31 @@ class StepBuffers:
         rows[2, at:padded] = SCRATCH * self.page_size
         rows[3, : len(logit_rows)] = logit_rows
         batch = self._batch(step, plan, at, padded, tuple(prefills), len(logit_rows))
+        if len(self._paged):
+            lengths = batch.lengths if prefills else [*batch.lengths, *[0] * (padded - at)]
+            batch = replace(batch, paged=self._page_plan(lengths, batch.page_table))
         return replace(batch, trace=trace) if trace else batch
+
+    def idle(self, rows: int) -> StepBatch:
+        """A step of `rows` decode rows that does nothing: what a graph is captured with. `rows` at most max_batch."""
+        host = self._rows_host
+        host[:, :rows] = 0
+        host[2, :rows] = SCRATCH * self.page_size
+        host[3, :rows] = torch.arange(rows)
+        batch = self._batch(0, Plan((), ()), 0, rows, (), rows)
+        return replace(batch, decodes=rows, paged=self._page_plan([0] * rows, self._table[:0]))
+
+    def _page_plan(self, lengths: list[int], table: torch.Tensor) -> PagedPlan:
+        """lengths [b] and the pages [n <= b, w] of the first rows -> both on the device, at addresses that never change."""
+        count, width = len(lengths), self._table.shape[1]
+        host = self._paged_host.numpy()
+        host[:count] = lengths
+        pages = host[self.max_batch :].reshape(self.max_batch, width)
+        pages[: len(table), : table.shape[1]] = table.numpy()
+        used = self.max_batch + count * width
+        if self._paged is not self._paged_host:
+            self._paged[:used].copy_(self._paged_host[:used], non_blocking=True)
+        return PagedPlan(self._paged[self.max_batch : used].view(count, width), self._paged[:count])
 
     def _place(self, rows: np.ndarray, tokens: list[int], pages: tuple[int, ...], start: int) -> None:
         """Fills ids, positions and slots of one chunk."""

@@ -93,7 +93,7 @@ class _Step:
     """What the layers of one step share."""
 
     batch: StepBatch
-    plan: attention.DecodePlan | None  # None without decoding rows
+    plan: attention.DecodePlan | attention.PagedPlan | None  # None without decoding rows
     cos: torch.Tensor  # [T, 1, D]
     sin: torch.Tensor
     experts: Experts
@@ -134,8 +134,10 @@ class Trunk:
     def _step(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None) -> _Step:
         """What the layers of a step share."""
         cos, sin = self.rope.tables(batch.positions, self.dtype)
-        plan = None
-        if batch.decodes:
+        plan: attention.DecodePlan | attention.PagedPlan | None = None
+        if batch.decodes and batch.paged is not None:
+            plan = batch.paged
+        elif batch.decodes:
             page, device = self.cache.page_size, batch.token_ids.device
             plan = attention.plan_decode(batch.page_table, batch.lengths, page, device, self.dtype)
         return _Step(batch, plan, cos, sin, experts, stamps, observer)

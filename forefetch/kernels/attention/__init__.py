@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from forefetch.kernels.attention.cpu import DecodePlan, decode_planned, plan_decode, prefill
+from forefetch.kernels.attention import cpu
+from forefetch.kernels.attention.cpu import DecodePlan, plan_decode, prefill
+from forefetch.kernels.attention.paged import PagedPlan, decode_paged
 
-__all__ = ["DecodePlan", "decode", "decode_planned", "plan_decode", "prefill"]
+__all__ = ["DecodePlan", "PagedPlan", "decode", "decode_paged", "decode_planned", "plan_decode", "prefill"]
 
 
 def decode(q: Tensor, k_pool: Tensor, v_pool: Tensor, page_table: Tensor, lengths: list[int], scale: float) -> Tensor:
@@ -23,3 +25,10 @@ def decode(q: Tensor, k_pool: Tensor, v_pool: Tensor, page_table: Tensor, length
     (`plan_decode`) and calls `decode_planned`.
     """
     return decode_planned(q, k_pool, v_pool, plan_decode(page_table, lengths, k_pool.shape[2], q.device, q.dtype), scale)
+
+
+def decode_planned(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: DecodePlan | PagedPlan, scale: float) -> Tensor:
+    """`decode` with a plan made once per step on the host, or with one that is read on the device."""
+    if isinstance(plan, PagedPlan):
+        return decode_paged(q, k_pool, v_pool, plan, scale)
+    return cpu.decode_planned(q, k_pool, v_pool, plan, scale)

@@ -1,0 +1,105 @@
+"""Decode steps replayed from CUDA graphs: one launch for all layers, one synchronisation per token.
+
+A step of thousands of small kernels costs more to launch than to run. Where the experts are evaluated on the trunk's own
+device without the host (`Resident`), a decode step depends on nothing but the bytes of the step's buffers, which keep their
+addresses; so it is recorded once for each bucket of rows and replayed afterwards. Steps with prompt chunks run as they are
+written. Whatever is replayed is what `Trunk.forward` did while it was recorded: there is no second model code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from forefetch.telemetry.ring import StepStamps
+from router_service.batch import StepBatch, StepBuffers
+from router_service.trunk import Experts, Observer, Trunk
+
+Replay = Callable[[], None]
+Recorder = Callable[[Callable[[], None]], Replay]
+
+
+class Resident(Protocol):
+    """Experts that are all on the trunk's device and evaluated without the host."""
+
+    def run(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [T, H], ids, weights [T, K] -> [T, H]; pairs with id -1 count nothing. Valid until the next call."""
+
+
+class DeviceExperts:
+    """The trunk's `Experts` over resident ones: a layer never waits for the host."""
+
+    def __init__(self, resident: Resident) -> None:
+        self._resident = resident
+        self._rows = torch.empty(0)
+
+    def send(self, batch: StepBatch, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        """Launches the layer's experts for the rows that are no padding."""
+        if batch.paged is not None and not batch.prefills:
+            ids = ids.masked_fill(batch.paged.lengths[:, None] == 0, -1)
+        elif batch.tokens < len(ids):
+            ids = ids.clone()
+            ids[batch.tokens :] = -1
+        self._rows = self._resident.run(layer, x, ids, weights)
+
+    def add(self, out: Tensor, layer: int, stamps: StepStamps) -> int:
+        """Adds their rows to out [T, H]."""
+        out += self._rows
+        return 0
+
+
+class CapturedTrunk:
+    """Stands in for a Trunk. `buckets`: ascending row counts of decode steps that are recorded at `warm_up`."""
+
+    def __init__(
+        self, trunk: Trunk, experts: Experts, buffers: StepBuffers, buckets: Sequence[int], recorder: Recorder | None = None
+    ) -> None:
+        self.trunk, self.cache, self.layers, self.spec = trunk, trunk.cache, trunk.layers, trunk.spec
+        self._experts, self._buffers, self._buckets = experts, buffers, buckets
+        self._record = recorder or CudaRecorder(trunk.embedding.device)
+        self._steps: dict[int, tuple[Replay, list[Tensor]]] = {}
+
+    def warm_up(self, stamps: StepStamps, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Records every bucket, the largest first, so that smaller ones fit the memory that it took."""
+        for done, rows in enumerate(sorted(self._buckets, reverse=True)):
+            batch, logits = self._buffers.idle(rows), list[Tensor]()
+
+            def step(batch: StepBatch = batch, logits: list[Tensor] = logits) -> None:
+                logits[:] = [self.trunk.forward(batch, self._experts, stamps)]
+
+            self._steps[rows] = self._record(step), logits
+            on_progress(done + 1, len(self._buckets))
+
+    def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None = None) -> Tensor:
+        """As Trunk.forward. A decode step's logits are valid until the next one. `experts` is not used: these are resident."""
+        found = None if batch.prefills or observer is not None else self._steps.get(len(batch.token_ids))
+        if found is None:
+            return self.trunk.forward(batch, self._experts, stamps, observer)
+        replay, logits = found
+        replay()
+        return logits[0][: batch.tokens]
+
+
+class CudaRecorder:
+    """Records steps as CUDA graphs that share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, step: Callable[[], None]) -> Replay:
+        """Runs `step` twice, so that kernels are compiled and workspaces exist, then records it."""
+        with torch.inference_mode(), torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                step()
+                step()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                step()
+        return graph.replay

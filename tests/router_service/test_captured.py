@@ -1,0 +1,105 @@
+"""The step that a GPU replays, run here without recording: padded, with pages and lengths read as a graph reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from reference_model import CASES, Oracle
+from trunk_rig import PAGE, Rig, close
+
+from forefetch.spec import ModelSpec
+from forefetch.weights import Checkpoint, load_expert
+from router_service.batch import StepBuffers
+from router_service.captured import CapturedTrunk, DeviceExperts, Recorder, Replay
+
+
+class PlainResident:
+    """Every expert as a dense product over all rows: nothing depends on values, as in a graph."""
+
+    def __init__(self, spec: ModelSpec, checkpoint: Checkpoint, device: torch.device) -> None:
+        self._num_experts = spec.num_experts
+        self._weights = {
+            (layer, expert): tuple(t.float().to(device) for t in load_expert(checkpoint, spec, layer, expert))
+            for layer in spec.moe_layers
+            for expert in range(spec.num_experts)
+        }
+
+    def run(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(self._num_experts):
+            w13, w2 = self._weights[layer, expert]
+            gate, up = (x @ w13.T).chunk(2, dim=-1)
+            share = weights.where(ids == expert, 0.0).sum(-1, keepdim=True)
+            out += torch.where(share != 0, share * ((torch.nn.functional.silu(gate) * up) @ w2.T), 0.0)
+        return out
+
+
+class CapturedRig(Rig):
+    """A Rig whose decode steps are recorded for up to 8 rows."""
+
+    def __init__(self, folder: Path, recorder: Recorder | None, on: str = "cpu") -> None:
+        super().__init__(folder, on=on)
+        device = torch.device(on)
+        self.buffers = StepBuffers(
+            max_tokens=64, max_batch=8, max_pages=16, page_size=PAGE, device=device, buckets=(1, 4, 8), paged=True
+        )
+        experts = DeviceExperts(PlainResident(self.spec, Checkpoint(folder), device))
+        self.trunk = CapturedTrunk(self.trunk, experts, self.buffers, (1, 4, 8), recorder)  # type: ignore[assignment]
+        self.trunk.warm_up(self.ring.begin(0, 0))  # type: ignore[attr-defined]
+
+
+class Spy:
+    """Records nothing; counts what would be replayed."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def __call__(self, step: Callable[[], None]) -> Replay:
+        step()
+
+        def replay() -> None:
+            self.replays += 1
+            step()
+
+        return replay
+
+
+def follows_the_oracle(rig: Rig, case: str, oracle: Oracle) -> None:
+    """Three requests that come and go: their tokens and logits are those of each one alone."""
+    prompt, count = CASES[case].prompt, 6
+    prompts = [prompt, prompt[:7], prompt[: PAGE * 2]]
+    requests = [rig.add(p, max_tokens=count + n) for n, p in enumerate(prompts)]
+    rig.run()
+    for n, (p, request) in enumerate(zip(prompts, requests, strict=True)):
+        assert request.tokens[len(p) :] == oracle.greedy(p, count + n)
+
+
+@pytest.mark.parametrize("case", ["qwen3", "qwen2-shared", "granite"])
+def test_replayed_steps_are_the_trunks(case: str, checkpoint: Callable[[str], Path], oracle: Callable[[str], Oracle]) -> None:
+    spy = Spy()
+    follows_the_oracle(CapturedRig(checkpoint(case), spy), case, oracle(case))
+    assert spy.replays >= 6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", CASES)
+def test_graphs_on_a_gpu(case: str, checkpoint: Callable[[str], Path], oracle: Callable[[str], Oracle]) -> None:
+    follows_the_oracle(CapturedRig(checkpoint(case), None, "cuda"), case, oracle(case))
+
+
+def test_idle_rows_change_nothing(checkpoint: Callable[[str], Path], oracle: Callable[[str], Oracle]) -> None:
+    """One request in a bucket of four: the logits are those of the prompt's end."""
+    rig = CapturedRig(checkpoint("qwen3"), Spy())
+    rig.trunk._steps.pop(1)  # type: ignore[attr-defined]
+    rig.buffers.buckets = (4, 8, 64)
+    prompt = CASES["qwen3"].prompt
+    rig.add(prompt[:-1], max_tokens=2)
+    rig.step()
+    rig.scheduler.running[0].tokens[-1] = prompt[-1]
+    logits = rig.step()
+    assert logits is not None
+    close(logits[0], oracle("qwen3").prefill_logits(prompt)[len(prompt) - 1])
