@@ -1,0 +1,34 @@
+"""What Triton 3.6's interpreter lacks: loop bounds that kernels compute under NumPy 2.4, and products of bfloat16."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def complete_interpreter() -> None:
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    patch_tensor, dot = interpreter._patch_lang_tensor, builder.create_dot
+
+    def patch_with_scalars(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # int() wants no dimension at all
+
+    def widened(handle: Any) -> Any:
+        """It keeps bfloat16 as uint16 and would multiply those."""
+        if handle.dtype.scalar != interpreter.tl.bfloat16:
+            return handle
+        wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(wide, interpreter.tl.float32)
+
+    interpreter._patch_lang_tensor = patch_with_scalars
+    builder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
+
+
+if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    complete_interpreter()
