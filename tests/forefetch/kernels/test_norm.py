@@ -1,0 +1,61 @@
+"""Residual and norm against float64, in the interpreter here and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from forefetch.kernels.norm import ref, triton
+
+ON_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")])
+SHAPES = [(1, 32), (3, 96), (5, 2048), (2, 2880)]
+
+
+def exact(total: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm in float64."""
+    wide = total.double()
+    return wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("alpha", [None, 1.0, 0.22])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel_and_definition_agree_with_float64(
+    device: str, dtype: torch.dtype, alpha: float | None, shape: tuple[int, int]
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, y, weight = (torch.randn(s, generator=draw).to(device, dtype) for s in (shape, shape, shape[1:]))
+    added = None if alpha is None else y
+    total = x.double() if added is None else x.double() + (alpha or 1.0) * y.double()
+    # The sum is rounded twice (the product, then the sum), each by half a unit of its size. The norm is rounded once to dtype,
+    # and in float32 the sum of squares adds up to sqrt(H) roundings of a random sign: 4 units cover both.
+    unit, size = torch.finfo(dtype).eps, x.double().abs() + y.double().abs()
+    for run in (triton.add_rms_norm, ref.add_rms_norm):
+        s, n = run(x, added, weight, 1e-6, alpha or 1.0)
+        assert ((s.double() - total).abs() <= unit * size).all()
+        normed = exact(s, weight, 1e-6)
+        scale = normed.abs().amax(-1, keepdim=True)
+        assert ((n.double() - normed).abs() <= 4 * unit * scale).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_a_bad_row_stays_alone(device: str) -> None:
+    x = torch.randn(4, 96).to(device)
+    weight = torch.ones(96, device=device)
+    clean = triton.add_rms_norm(x, x, weight, 1e-6, 1.0)[1].clone()
+    x[2] = torch.nan
+    dirty = triton.add_rms_norm(x, x, weight, 1e-6, 1.0)[1]
+    assert dirty[2].isnan().all()
+    assert torch.equal(dirty[[0, 1, 3]], clean[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_rows_of_a_wider_tensor(device: str) -> None:
+    wide = torch.randn(3, 200).to(device)
+    weight = torch.rand(96, device=device)
+    there = triton.add_rms_norm(wide[:, :96], None, weight, 1e-6, 1.0)[1]
+    assert torch.equal(there, triton.add_rms_norm(wide[:, :96].contiguous(), None, weight, 1e-6, 1.0)[1])
+    with pytest.raises(ValueError, match="no row"):
+        triton.add_rms_norm(wide.t(), None, weight, 1e-6, 1.0)
