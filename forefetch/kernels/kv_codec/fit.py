@@ -1,0 +1,164 @@
+"""Scale, zero and codes of a group by least squares: what sealing does with the numbers before they become bytes.
+
+Groups lie along the last dim. Codes and (scale, zero) are improved in turns (Lloyd's algorithm with levels on a fixed grid),
+from a start that is optimal for a Gaussian. Sums are float64, so that the order in which they are added does not reach the
+result; it is rounded to float16 at the end and the codes are chosen once more against what was rounded.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forefetch.kernels.kv_codec.formats import GROUP, LEVELS
+
+ALTERNATIONS = 4
+
+
+class Grid(NamedTuple):
+    """Levels a code may stand for. `radix4`: +-unit, +-4 unit; else 2**bits levels, 2 * unit apart, around 0."""
+
+    bits: int
+    unit: int
+    radix4: bool
+    start: float  # scale over standard deviation that is best for a Gaussian
+
+
+GRIDS = {
+    "e2m0": Grid(2, 1, True, 0.396),
+    "asym2": Grid(2, 1, False, 0.498),
+    "coarse": Grid(2, 2, False, 0.249),  # two bits of mixed and asym3
+    "fine": Grid(3, 1, False, 0.293),  # all three
+}
+
+
+class Fitted(NamedTuple):
+    """scale, zero [...] as float32 that float16 holds exactly; codes [..., m] uint8 (radix 4: exponent bit, sign bit; else
+    counted from the lowest level); error [...]: sum of squares over the valid elements, float64."""
+
+    scale: Tensor
+    zero: Tensor
+    codes: Tensor
+    error: Tensor
+
+
+def fit(x: Tensor, valid: Tensor, grid: Grid, alternations: int = ALTERNATIONS) -> Fitted:
+    """x [..., m] float32, valid [m] float32 of 0 and 1: which elements count. A group of equal values gets scale 0, exactly."""
+    count = valid.sum(dtype=torch.float64)
+    zero = (x * valid).sum(-1, dtype=torch.float64) / count
+    spread = (x - _last(zero)).square_().mul_(valid).sum(-1, dtype=torch.float64).div_(count).sqrt_()
+    scale = spread * grid.start
+    sum_x = zero * count
+    for _ in range(alternations):
+        levels = _levels(_codes(x - _last(zero), _last(scale), grid), grid).mul_(valid)
+        sum_l, sum_ll = levels.sum(-1, dtype=torch.float64), levels.square().sum(-1, dtype=torch.float64)
+        sum_lx = (levels * x).sum(-1, dtype=torch.float64)
+        determinant = count * sum_ll - sum_l.square()
+        better = (count * sum_lx - sum_l * sum_x) / determinant.clamp_min(1)
+        scale = torch.where((determinant > 0) & (scale > 0), better, scale)
+        zero = (sum_x - scale * sum_l) / count
+    return _rounded(x, valid, scale, zero, grid)
+
+
+def _rounded(x: Tensor, valid: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Fitted:
+    scale, zero = scale.half().float(), zero.half().float()
+    y = x - zero[..., None]
+    codes = _codes(y, scale[..., None], grid).mul_(valid.to(torch.uint8)).mul_((scale > 0).to(torch.uint8)[..., None])
+    error = (y - _levels(codes, grid) * scale[..., None]).square_().mul_(valid).sum(-1, dtype=torch.float64)
+    return Fitted(scale, zero, codes, error)
+
+
+def _last(values: Tensor) -> Tensor:
+    return values.float()[..., None]
+
+
+def _codes(y: Tensor, scale: Tensor, grid: Grid) -> Tensor:
+    """The nearest level of each y (zero already taken off), as uint8."""
+    if grid.radix4:
+        return (y.abs() > 2.5 * scale).to(torch.uint8) | (y < 0).to(torch.uint8) << 1
+    half = 2 ** (grid.bits - 1)
+    codes = torch.full(y.shape, half - 1, dtype=torch.uint8, device=y.device) + (y >= 0).to(torch.uint8)
+    for step in range(1, half):
+        edge = 2 * grid.unit * step * scale
+        codes += (y >= edge).to(torch.uint8)
+        codes -= (y < -edge).to(torch.uint8)
+    return codes
+
+
+def _levels(codes: Tensor, grid: Grid) -> Tensor:
+    """Codes -> float32 levels."""
+    if grid.radix4:
+        return ((codes & 1).float() * 3 + 1) * (1 - (codes >> 1).float() * 2)
+    levels: Tensor = (codes.float() * 2 - (2**grid.bits - 1)) * grid.unit
+    return levels
+
+
+class Fitted4(NamedTuple):
+    """`fp4`: scales [..., m / 32 rounded up] float32 that E4M3 holds, times `factor` (one power of two per page, [n]);
+    zero [...]; codes [..., m]; error [...]."""
+
+    scales: Tensor
+    factor: Tensor
+    zero: Tensor
+    codes: Tensor
+    error: Tensor
+
+
+_E2M1 = torch.tensor(LEVELS["fp4"][:8], dtype=torch.float32)
+_EDGES = (_E2M1[1:] + _E2M1[:-1]) / 2
+_E4M3_MAX = 448.0
+
+
+def fit_fp4(x: Tensor, valid: Tensor, alternations: int = ALTERNATIONS) -> Fitted4:
+    """x [n, g, m] float32: n pages of g groups with a zero each; valid [m]."""
+    zero = ((x * valid).sum(-1, dtype=torch.float64) / valid.sum(dtype=torch.float64)).half().float()
+    size = x.shape[-1]
+    padding = -size % GROUP
+    y = torch.nn.functional.pad((x - zero[..., None]) * valid, (0, padding))
+    y = y.reshape(*zero.shape, -1, GROUP)  # [n, g, k, 32]
+    scale = _better_start(y)
+    for _ in range(alternations):
+        levels = _levels4(y, scale)
+        energy = levels.square().sum(-1, dtype=torch.float64)
+        scale = torch.where(energy > 0, (levels * y).sum(-1, dtype=torch.float64) / energy.clamp_min(1), scale)
+    scales, factor = _to_e4m3(scale)
+    step = scales * factor[:, None, None]
+    codes = _codes4(y, step)
+    error = (y - _levels4(y, step) * step[..., None]).square_().sum((-1, -2), dtype=torch.float64)
+    return Fitted4(scales, factor, zero, codes.flatten(-2)[..., :size], error)
+
+
+def _better_start(y: Tensor) -> Tensor:
+    """The largest magnitude on level 12 or on level 8, whichever leaves less: the grid is coarse near its end."""
+    most = y.abs().amax(-1).double()
+    first, second = most / 12, most / 8
+    errors = [(y - _levels4(y, s) * _last(s)).square_().sum(-1, dtype=torch.float64) for s in (first, second)]
+    return torch.where(errors[1] < errors[0], second, first)
+
+
+def _levels4(y: Tensor, scale: Tensor) -> Tensor:
+    codes = _codes4(y, scale)
+    levels: Tensor = _E2M1.to(y.device)[(codes & 7).int()] * (1 - (codes >> 3).float() * 2)
+    return levels
+
+
+def _codes4(y: Tensor, scale: Tensor) -> Tensor:
+    """y [..., 32], scale [...] -> E2M1 codes uint8; 0 where the scale is 0."""
+    step = _last(scale)
+    magnitude = y.abs()
+    codes = torch.zeros(y.shape, dtype=torch.uint8, device=y.device)
+    for edge in _EDGES.tolist():
+        codes += (magnitude > edge * step).to(torch.uint8)
+    codes |= ((y < 0) & (codes > 0)).to(torch.uint8) << 3
+    return codes.mul_((step > 0).to(torch.uint8))
+
+
+def _to_e4m3(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales [n, g, k] -> (scales that E4M3 holds, power-of-two factor [n])."""
+    most = scale.flatten(1).amax(-1)
+    exponent = torch.ceil(torch.log2(most.clamp_min(2.0**-100) / _E4M3_MAX)).clamp_(-40, 40)
+    factor = torch.where(most > 0, torch.exp2(exponent), 1.0).float()
+    narrow = (scale / factor[:, None, None]).float().clamp_max(_E4M3_MAX).to(torch.float8_e4m3fn)
+    return narrow.float(), factor
