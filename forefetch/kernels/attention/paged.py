@@ -21,7 +21,13 @@ class PagedPlan:
 
 def decode_paged(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: PagedPlan, scale: float) -> Tensor:
     """q [B, Hq, D], pools [Hkv, pages, R, D] -> [B, Hq, D]. Nothing is read on the host."""
-    return _masked(q, k_pool, v_pool, plan, scale)
+    if not q.is_cuda:
+        return _masked(q, k_pool, v_pool, plan, scale)
+    from forefetch.kernels.attention import triton
+
+    (rows, heads, dim), (kv_heads, _, page, _) = q.shape, k_pool.shape
+    scratch = triton.plan_scratch(rows, heads, kv_heads, dim, plan.table.shape[1] * page, q.device)
+    return triton.decode_paged(q, k_pool, v_pool, plan.table, plan.lengths, scale, torch.empty_like(q), scratch)
 
 
 def _masked(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: PagedPlan, scale: float) -> Tensor:

@@ -1,0 +1,39 @@
+"""Between the QKV product and attention: norm per head, rotation, and K and V to where the cache keeps them.
+
+`ref.py` is the definition and what a CPU runs; `triton.py` does it in one pass, one program per row and KV head. Letters:
+T rows, Hq / Hkv query / KV heads, G = Hq / Hkv, D head dim, N places of the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from forefetch.kernels.qkv import ref
+
+__all__ = ["HeadNorms", "enter"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMSNorm over each head's D before the rotation: weights [D] of queries and keys."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+def enter(
+    qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, slots: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    """qkv [T, (Hq + 2 Hkv) D] -> q [T, Hq, D], normed and rotated; K and V go to caches [Hkv, N, D] at slots [T].
+
+    cos, sin [T, 1, D] with both halves filled. Values beyond the cache's type saturate. Two rows may name one slot only if
+    nobody reads it (the scratch page).
+    """
+    if qkv.is_cuda:
+        from forefetch.kernels.qkv import triton
+
+        return triton.enter(qkv, cos, sin, norms, slots, k_cache, v_cache)
+    return ref.enter(qkv, cos, sin, norms, slots, k_cache, v_cache)

@@ -1,0 +1,34 @@
+"""The definition in plain PyTorch, and what a CPU runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+if TYPE_CHECKING:
+    from forefetch.kernels.qkv import HeadNorms
+
+
+def enter(
+    qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, slots: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    """See the package."""
+    kv_heads, _, dim = k_cache.shape
+    heads = qkv.view(len(qkv), -1, dim)
+    q, k, v = heads[:, : -2 * kv_heads], heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:]
+    if norms is not None:
+        q, k = rms_norm(q, (dim,), norms.q, norms.eps), rms_norm(k, (dim,), norms.k, norms.eps)
+    q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        limit = torch.finfo(cache.dtype).max
+        narrow = rows if rows.dtype == cache.dtype else rows.clamp(-limit, limit).to(cache.dtype)
+        cache.index_copy_(1, slots, narrow.transpose(0, 1))
+    return q
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.addcmul(x * cos, torch.cat((-x[..., half:], x[..., :half]), dim=-1), sin)

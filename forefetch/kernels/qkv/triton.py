@@ -1,0 +1,89 @@
+"""One program per row and KV head: its K and V, and the G query heads that read them.
+
+Norm and rotation are done in float32 and rounded once; the definition rounds the normed head and both products of the rotation
+on its way, so that the two differ by a few units in the last place of a 16-bit type.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from forefetch.kernels.qkv import HeadNorms
+
+
+def enter(
+    qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, slots: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    """See the package. ValueError for shapes and strides that the kernel does not read."""
+    (kv_heads, _, dim), rows = k_cache.shape, len(qkv)
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    if qkv.shape[1] % dim or heads < 1 or heads % kv_heads or v_cache.shape != k_cache.shape or dim % 2:
+        raise ValueError(f"rows of {qkv.shape[1]} do not fit caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)}")
+    if not (qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()) or k_cache.stride() != v_cache.stride():
+        raise ValueError("qkv, cos and sin must be contiguous, and both caches of one layout")
+    q = torch.empty((rows, heads, dim), dtype=qkv.dtype, device=qkv.device)
+    weights = (norms.q, norms.k, norms.eps) if norms else (qkv, qkv, 0.0)
+    _enter[(rows, kv_heads)](
+        *(qkv, cos, sin, *weights, slots, k_cache, v_cache, q, k_cache.stride(0), k_cache.stride(1)),
+        LIMIT=float(torch.finfo(k_cache.dtype).max),
+        HEADS=heads,
+        GROUP=heads // kv_heads,
+        HALF=dim // 2,
+        BLOCK=triton.next_power_of_2(dim // 2),
+        NORM=norms is not None,
+        num_warps=1,
+    )
+    return q
+
+
+@triton.jit
+def _halves(x, weight, inside, at, eps, HALF: tl.constexpr, NORM: tl.constexpr):
+    """Both halves of the head at x, normed if asked, in float32."""
+    first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + HALF + at, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(first * first) + tl.sum(second * second)) / (2 * HALF) + eps)
+        first *= scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+        second *= scale * tl.load(weight + HALF + at, mask=inside, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _put(to, value, inside, LIMIT: tl.constexpr):
+    """Stores float32 values in the type of `to`; those beyond it saturate, NaN stays."""
+    clipped = tl.where(value > LIMIT, LIMIT, tl.where(value < -LIMIT, -LIMIT, value))
+    tl.store(to, clipped.to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _enter(
+    qkv, cos, sin, q_weight, k_weight, eps, slots, k_cache, v_cache, q, cache_head, cache_slot,
+    LIMIT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Program (row, KV head)."""
+    row, kv_head, kv_heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    at, dim = tl.arange(0, BLOCK), 2 * HALF
+    inside = at < HALF
+    # Both halves of the tables are equal: the first serves both.
+    c = tl.load(cos + row * dim + at, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * dim + at, mask=inside, other=0.0).to(tl.float32)
+    start = qkv + row * (HEADS + 2 * kv_heads) * dim
+    for g in tl.static_range(GROUP):
+        head = kv_head * GROUP + g
+        first, second = _halves(start + head * dim, q_weight, inside, at, eps, HALF, NORM)
+        to = q + (row * HEADS + head) * dim + at
+        tl.store(to, (first * c - second * s).to(q.dtype.element_ty), mask=inside)
+        tl.store(to + HALF, (second * c + first * s).to(q.dtype.element_ty), mask=inside)
+    place = kv_head.to(tl.int64) * cache_head + tl.load(slots + row).to(tl.int64) * cache_slot + at
+    first, second = _halves(start + (HEADS + kv_head) * dim, k_weight, inside, at, eps, HALF, NORM)
+    _put(k_cache + place, first * c - second * s, inside, LIMIT)
+    _put(k_cache + place + HALF, second * c + first * s, inside, LIMIT)
+    first, second = _halves(start + (HEADS + kv_heads + kv_head) * dim, k_weight, inside, at, eps, HALF, False)
+    _put(v_cache + place, first, inside, LIMIT)
+    _put(v_cache + place + HALF, second, inside, LIMIT)

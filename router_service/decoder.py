@@ -1,0 +1,104 @@
+"""The trunk's decode step again, in few kernels: what a GPU records and replays.
+
+The same layers, weights and cache as `trunk.py`, which is the plain form and the one to read first; tests hold the two
+together. Here a residual and the norm behind it are one operation, and so is everything between the QKV product and
+attention, so that a layer is a dozen launches. Only decode rows come here, and no layer asks the host for anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from forefetch.kernels import attention
+from forefetch.kernels.gate import choose
+from forefetch.kernels.norm import add_rms_norm
+from forefetch.kernels.qkv import HeadNorms, enter
+from router_service.batch import StepBatch
+from router_service.trunk import Layer, Trunk
+
+
+class Resident(Protocol):
+    """Experts that are all on the trunk's device and evaluated without the host."""
+
+    def run(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [T, H], ids, weights [T, K] -> [T, H]; pairs with id -1 count nothing. Valid until the next call."""
+
+
+# mark(layer, part): a point in time of the device; parts as in PARTS.
+Mark = Callable[[int, int], None]
+PARTS = ("start", "attention", "gate", "experts", "end")
+
+
+class Decoder:
+    """Decode steps of `trunk` with experts on its own device."""
+
+    def __init__(self, trunk: Trunk, experts: Resident) -> None:
+        self.trunk, self.spec, self.experts = trunk, trunk.spec, experts
+        head_norm = trunk.spec.qk_norm == "head"
+        self._head_norms = [_head_norms(layer, trunk.spec.rms_eps) if head_norm else None for layer in trunk.layers]
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, mark: Mark = lambda layer, part: None) -> Tensor:
+        """Rows of a step without prompts -> float32 logits [T, V] of all of them, idle ones included."""
+        spec, trunk, plan = self.spec, self.trunk, batch.paged
+        assert plan is not None
+        idle = plan.lengths[:, None] == 0  # [T, 1]
+        cos, sin = trunk.rope.tables(batch.positions, trunk.dtype)
+        x = trunk.embedding[batch.token_ids]
+        if spec.embedding_multiplier != 1.0:
+            x = x * spec.embedding_multiplier
+        following = [*(layer.input_norm for layer in trunk.layers[1:]), trunk.final_norm]
+        x, h = add_rms_norm(x, None, trunk.layers[0].input_norm, spec.rms_eps)
+        for index, layer in enumerate(trunk.layers):
+            mark(index, 0)
+            y = self._attend(index, layer, h, batch.slots, plan, cos, sin)
+            x, h = add_rms_norm(x, y, layer.post_norm, spec.rms_eps, spec.residual_multiplier)
+            mark(index, 1)
+            y = self._mlp(index, layer, h, idle, mark)
+            x, h = add_rms_norm(x, y, following[index], spec.rms_eps, spec.residual_multiplier)
+            mark(index, 4)
+        logits = linear(h, trunk.head).float()
+        return logits / spec.logits_divisor if spec.logits_divisor != 1.0 else logits
+
+    def _attend(
+        self, index: int, layer: Layer, h: Tensor, slots: Tensor, plan: attention.PagedPlan, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Normed rows h [T, H] -> what attention adds [T, H]."""
+        trunk, cache = self.trunk, self.trunk.cache
+        qkv = trunk.shaped(layer, _project(h, layer.qkv, layer.qkv_bias))
+        k_pool, v_pool = cache.k[index], cache.v[index]
+        q = enter(qkv, cos, sin, self._head_norms[index], slots, k_pool.flatten(1, 2), v_pool.flatten(1, 2))
+        out = attention.decode_paged(q, k_pool, v_pool, plan, self.spec.attention_scale)
+        return _project(out.flatten(1), layer.o, layer.o_bias)
+
+    def _mlp(self, index: int, layer: Layer, h: Tensor, idle: Tensor, mark: Mark) -> Tensor:
+        """Normed rows h [T, H] -> what the MLP adds [T, H]."""
+        if layer.gate is None:
+            assert layer.dense is not None
+            mark(index, 2)
+            mark(index, 3)
+            return layer.dense(h)
+        spec = self.spec
+        ids, weights = choose(linear(h, layer.gate), spec.top_k, spec.gate_rule, spec.renormalise)
+        mark(index, 2)
+        out = self.experts.run(index, h, ids.masked_fill(idle, -1), weights)
+        mark(index, 3)
+        if layer.shared is None or layer.shared_gate is None:
+            return out
+        return out + torch.sigmoid(linear(h, layer.shared_gate)) * layer.shared(h)
+
+
+def _head_norms(layer: Layer, eps: float) -> HeadNorms:
+    assert layer.q_norm is not None
+    assert layer.k_norm is not None
+    return HeadNorms(layer.q_norm, layer.k_norm, eps)
+
+
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, in], weight [in, out] -> [T, out]."""
+    return x @ weight if bias is None else torch.addmm(bias, x, weight)
