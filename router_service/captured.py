@@ -2,31 +2,24 @@
 
 A step of thousands of small kernels costs more to launch than to run. Where the experts are evaluated on the trunk's own
 device without the host (`Resident`), a decode step depends on nothing but the bytes of the step's buffers, which keep their
-addresses; so it is recorded once for each bucket of rows and replayed afterwards. Steps with prompt chunks run as they are
-written. Whatever is replayed is what `Trunk.forward` did while it was recorded: there is no second model code.
+addresses; so `Decoder.forward` is recorded once for each bucket of rows and replayed afterwards. Steps with prompt chunks run
+through the trunk as it is written, with the same experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from forefetch.telemetry.ring import StepStamps
 from router_service.batch import StepBatch, StepBuffers
+from router_service.decoder import Decoder, Resident
 from router_service.trunk import Experts, Observer, Trunk
 
 Replay = Callable[[], None]
 Recorder = Callable[[Callable[[], None]], Replay]
-
-
-class Resident(Protocol):
-    """Experts that are all on the trunk's device and evaluated without the host."""
-
-    def run(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [T, H], ids, weights [T, K] -> [T, H]; pairs with id -1 count nothing. Valid until the next call."""
 
 
 class DeviceExperts:
@@ -38,9 +31,7 @@ class DeviceExperts:
 
     def send(self, batch: StepBatch, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         """Launches the layer's experts for the rows that are no padding."""
-        if batch.paged is not None and not batch.prefills:
-            ids = ids.masked_fill(batch.paged.lengths[:, None] == 0, -1)
-        elif batch.tokens < len(ids):
+        if batch.tokens < len(ids):
             ids = ids.clone()
             ids[batch.tokens :] = -1
         self._rows = self._resident.run(layer, x, ids, weights)
@@ -55,20 +46,21 @@ class CapturedTrunk:
     """Stands in for a Trunk. `buckets`: ascending row counts of decode steps that are recorded at `warm_up`."""
 
     def __init__(
-        self, trunk: Trunk, experts: Experts, buffers: StepBuffers, buckets: Sequence[int], recorder: Recorder | None = None
+        self, trunk: Trunk, experts: Resident, buffers: StepBuffers, buckets: Sequence[int], recorder: Recorder | None = None
     ) -> None:
-        self.trunk, self.cache, self.layers, self.spec = trunk, trunk.cache, trunk.layers, trunk.spec
-        self._experts, self._buffers, self._buckets = experts, buffers, buckets
+        self.trunk, self.cache = trunk, trunk.cache
+        self._decoder, self._experts = Decoder(trunk, experts), DeviceExperts(experts)
+        self._buffers, self._buckets = buffers, buckets
         self._record = recorder or CudaRecorder(trunk.embedding.device)
         self._steps: dict[int, tuple[Replay, list[Tensor]]] = {}
 
-    def warm_up(self, stamps: StepStamps, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Records every bucket, the largest first, so that smaller ones fit the memory that it took."""
         for done, rows in enumerate(sorted(self._buckets, reverse=True)):
             batch, logits = self._buffers.idle(rows), list[Tensor]()
 
             def step(batch: StepBatch = batch, logits: list[Tensor] = logits) -> None:
-                logits[:] = [self.trunk.forward(batch, self._experts, stamps)]
+                logits[:] = [self._decoder.forward(batch)]
 
             self._steps[rows] = self._record(step), logits
             on_progress(done + 1, len(self._buckets))

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 
 from forefetch.kernels import attention
 from forefetch.kernels.gate import choose
@@ -69,12 +69,23 @@ class Decoder:
         self, index: int, layer: Layer, h: Tensor, slots: Tensor, plan: attention.PagedPlan, cos: Tensor, sin: Tensor
     ) -> Tensor:
         """Normed rows h [T, H] -> what attention adds [T, H]."""
-        trunk, cache = self.trunk, self.trunk.cache
-        qkv = trunk.shaped(layer, _project(h, layer.qkv, layer.qkv_bias))
+        cache = self.trunk.cache
+        qkv = self._shaped(layer, _project(h, layer.qkv, layer.qkv_bias))
         k_pool, v_pool = cache.k[index], cache.v[index]
         q = enter(qkv, cos, sin, self._head_norms[index], slots, k_pool.flatten(1, 2), v_pool.flatten(1, 2))
         out = attention.decode_paged(q, k_pool, v_pool, plan, self.spec.attention_scale)
         return _project(out.flatten(1), layer.o, layer.o_bias)
+
+    def _shaped(self, layer: Layer, qkv: Tensor) -> Tensor:
+        """What families do to whole projections before heads exist."""
+        spec = self.spec
+        if spec.qk_norm != "full" and spec.clip_qkv is None:
+            return qkv
+        q, k, v = qkv.split_with_sizes([heads * spec.head_dim for heads in (spec.heads, spec.kv_heads, spec.kv_heads)], dim=-1)
+        if spec.qk_norm == "full":
+            q, k = (rms_norm(t, t.shape[-1:], w, spec.rms_eps) for t, w in ((q, layer.q_norm), (k, layer.k_norm)))
+        qkv = torch.cat((q, k, v), dim=-1)
+        return qkv if spec.clip_qkv is None else qkv.clamp_(-spec.clip_qkv, spec.clip_qkv)
 
     def _mlp(self, index: int, layer: Layer, h: Tensor, idle: Tensor, mark: Mark) -> Tensor:
         """Normed rows h [T, H] -> what the MLP adds [T, H]."""

@@ -29,7 +29,20 @@ KERNELS_MAY = ("torch", "triton", "forefetch.kernels")
 ROOMS: dict[str, tuple[str, ...]] = {
     "edge": ("__main__", "server", "client", "links", "hinting", "build", "status"),
     "device": (
-        *("engine", "trunk", "captured", "batch", "cache", "rope", "dispatch", "workers", "sampling", "text", "detokenise"),
+        *(
+            "engine",
+            "trunk",
+            "decoder",
+            "captured",
+            "batch",
+            "cache",
+            "rope",
+            "dispatch",
+            "workers",
+            "sampling",
+            "text",
+            "detokenise",
+        ),
         *("answer", "recorder", "core", "experts", "handover", "lookahead"),
     ),
     "config": ("config",),

@@ -13,7 +13,7 @@ from trunk_rig import PAGE, Rig, close
 from forefetch.spec import ModelSpec
 from forefetch.weights import Checkpoint, load_expert
 from router_service.batch import StepBuffers
-from router_service.captured import CapturedTrunk, DeviceExperts, Recorder, Replay
+from router_service.captured import CapturedTrunk, Recorder, Replay
 
 
 class PlainResident:
@@ -46,9 +46,9 @@ class CapturedRig(Rig):
         self.buffers = StepBuffers(
             max_tokens=64, max_batch=8, max_pages=16, page_size=PAGE, device=device, buckets=(1, 4, 8), paged=True
         )
-        experts = DeviceExperts(PlainResident(self.spec, Checkpoint(folder), device))
+        experts = PlainResident(self.spec, Checkpoint(folder), device)
         self.trunk = CapturedTrunk(self.trunk, experts, self.buffers, (1, 4, 8), recorder)  # type: ignore[assignment]
-        self.trunk.warm_up(self.ring.begin(0, 0))  # type: ignore[attr-defined]
+        self.trunk.warm_up()  # type: ignore[attr-defined]
 
 
 class Spy:
