@@ -8,10 +8,13 @@ the unit that is handed to the KV service.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 
+from forefetch.kernels import attention
 from forefetch.spec import ModelSpec
+from router_service.batch import StepBatch
 
 
 class KvCache:
@@ -38,6 +41,13 @@ class KvCache:
         for pool, rows in ((self.k[layer], k), (self.v[layer], v)):
             pool.flatten(1, 2).index_copy_(1, slots, self._narrowed(rows).transpose(0, 1))
 
+    def step(self, batch: StepBatch, dtype: torch.dtype, scale: float) -> DenseStep:
+        """The attention of a step's rows."""
+        plan: attention.DecodePlan | attention.PagedPlan | None = batch.paged if batch.decodes else None
+        if batch.decodes and batch.paged is None:
+            plan = attention.plan_decode(batch.page_table, batch.lengths, self.page_size, batch.token_ids.device, dtype)
+        return DenseStep(self, batch, plan, scale)
+
     def _narrowed(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if rows.dtype == self.dtype else rows.clamp(-self._limit, self._limit).to(self.dtype)
 
@@ -60,3 +70,27 @@ class KvCache:
                 self.v[layer][:, page].copy_(v)
         if self._incoming is not None:
             self._incoming.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class DenseStep:
+    """What the layers of one step share."""
+
+    cache: KvCache
+    batch: StepBatch
+    plan: attention.DecodePlan | attention.PagedPlan | None  # None without decoding rows
+    scale: float
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [T, Hq, D], k, v [T, Hkv, D] -> [T, Hq, D]. All rows are written first, so that a chunk sees itself."""
+        self.cache.write(layer, self.batch.slots, k, v)
+        keys, values, n = self.cache.k[layer], self.cache.v[layer], self.batch.decodes
+        if self.plan is not None and n == len(q):
+            return attention.decode_planned(q, keys, values, self.plan, self.scale)
+        out = torch.zeros_like(q)
+        if self.plan is not None:
+            out[:n] = attention.decode_planned(q[:n], keys, values, self.plan, self.scale)
+        for rows in self.batch.prefills:
+            span = slice(rows.first, rows.first + rows.count)
+            out[span] = attention.prefill(q[span], keys, values, rows.pages, rows.start, self.scale)
+        return out

@@ -15,13 +15,11 @@ from typing import Protocol
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
-from forefetch.kernels import attention
 from forefetch.kernels.gate import choose
 from forefetch.spec import ModelSpec
 from forefetch.telemetry.ring import StepStamps
 from forefetch.weights import Checkpoint
 from router_service.batch import StepBatch
-from router_service.cache import KvCache
 from router_service.rope import Rope, rotate
 
 
@@ -36,6 +34,28 @@ class Experts(Protocol):
 
         LinkDown when one is lost.
         """
+
+
+# attention(layer, q [T, Hq, D], k, v [T, Hkv, D]) -> [T, Hq, D]: keeps K and V of all rows, then lets each row see its own
+# sequence up to itself. Padded rows come out as zeros.
+Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Cache(Protocol):
+    """Where K and V of earlier positions are kept. A step changes nothing that a replay of it would not change again."""
+
+    page_size: int
+    block_bytes: int
+    dtype: torch.dtype
+
+    def step(self, batch: StepBatch, dtype: torch.dtype, scale: float) -> Attention:
+        """The attention of one step's rows; `dtype` of the queries, `scale` of the scores."""
+
+    def read_block(self, page: int) -> bytes:
+        """A sealed block's bytes. Any thread."""
+
+    def write_block(self, page: int, data: bytes) -> None:
+        """The inverse. Any thread; nobody reads the page meanwhile. ValueError: not the bytes of a block."""
 
 
 # attend(layer, x [T, H]) -> the residual behind the attention of a layer yet to come, if x entered it. K and V of the rows are
@@ -93,7 +113,7 @@ class _Step:
     """What the layers of one step share."""
 
     batch: StepBatch
-    plan: attention.DecodePlan | attention.PagedPlan | None  # None without decoding rows
+    attention: Attention
     cos: torch.Tensor  # [T, 1, D]
     sin: torch.Tensor
     experts: Experts
@@ -105,7 +125,7 @@ class Trunk:
     """`device` and `dtype` are where and in what it computes; `cache` holds K and V."""
 
     def __init__(
-        self, spec: ModelSpec, checkpoint: Checkpoint, cache: KvCache, *, dtype: torch.dtype, device: torch.device
+        self, spec: ModelSpec, checkpoint: Checkpoint, cache: Cache, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.spec, self.cache, self.dtype = spec, cache, dtype
         load = _Loader(spec, checkpoint, dtype, device)
@@ -134,13 +154,7 @@ class Trunk:
     def _step(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None) -> _Step:
         """What the layers of a step share."""
         cos, sin = self.rope.tables(batch.positions, self.dtype)
-        plan: attention.DecodePlan | attention.PagedPlan | None = None
-        if batch.decodes and batch.paged is not None:
-            plan = batch.paged
-        elif batch.decodes:
-            page, device = self.cache.page_size, batch.token_ids.device
-            plan = attention.plan_decode(batch.page_table, batch.lengths, page, device, self.dtype)
-        return _Step(batch, plan, cos, sin, experts, stamps, observer)
+        return _Step(batch, self.cache.step(batch, self.dtype, self.spec.attention_scale), cos, sin, experts, stamps, observer)
 
     def _layer(self, index: int, layer: Layer, x: torch.Tensor, step: _Step) -> torch.Tensor:
         """One decoder layer, x [T, H] -> [T, H], stamped."""
@@ -178,7 +192,7 @@ class Trunk:
         return self._residual(x, self._attention(index, layer, self._norm(x, layer.input_norm), step))
 
     def _attention(self, index: int, layer: Layer, h: torch.Tensor, step: _Step) -> torch.Tensor:
-        """h [T, H] -> [T, H]; writes K and V of all rows first, so that a chunk sees itself."""
+        """h [T, H] -> [T, H]."""
         spec = self.spec
         q, k, v = _project(h, layer.qkv, layer.qkv_bias).split_with_sizes(
             (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim), dim=-1
@@ -191,21 +205,7 @@ class Trunk:
         if spec.qk_norm == "head":
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
-        self.cache.write(index, step.batch.slots, k, v)
-        return _project(self._attend(index, q, step).flatten(1), layer.o, layer.o_bias)
-
-    def _attend(self, index: int, q: torch.Tensor, step: _Step) -> torch.Tensor:
-        """q [T, Hq, D] over each row's own pages -> [T, Hq, D]; padded rows come out as zeros."""
-        k, v, scale, n = self.cache.k[index], self.cache.v[index], self.spec.attention_scale, step.batch.decodes
-        if step.plan is not None and n == len(q):
-            return attention.decode_planned(q, k, v, step.plan, scale)
-        out = torch.zeros_like(q)
-        if step.plan is not None:
-            out[:n] = attention.decode_planned(q[:n], k, v, step.plan, scale)
-        for rows in step.batch.prefills:
-            span = slice(rows.first, rows.first + rows.count)
-            out[span] = attention.prefill(q[span], k, v, rows.pages, rows.start, scale)
-        return out
+        return _project(step.attention(index, q, k, v).flatten(1), layer.o, layer.o_bias)
 
     def _shared(self, layer: Layer, h: torch.Tensor) -> torch.Tensor:
         """The start of the layer's sum: the shared expert, or zeros."""
