@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from forefetch.kernels import attention
+from forefetch.kernels.qkv import HeadNorms, enter
 from forefetch.spec import ModelSpec
 from router_service.batch import StepBatch
 
@@ -80,6 +81,15 @@ class DenseStep:
     batch: StepBatch
     plan: attention.DecodePlan | attention.PagedPlan | None  # None without decoding rows
     scale: float
+
+    def decode(
+        self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: HeadNorms | None
+    ) -> torch.Tensor:
+        """The QKV product's rows [T, (Hq + 2 Hkv) D] of a step that only decodes -> [T, Hq, D], without the host."""
+        assert isinstance(self.plan, attention.PagedPlan)
+        keys, values = self.cache.k[layer], self.cache.v[layer]
+        q = enter(qkv, cos, sin, norms, self.batch.slots, keys.flatten(1, 2), values.flatten(1, 2))
+        return attention.decode_paged(q, keys, values, self.plan, self.scale)
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [T, Hq, D], k, v [T, Hkv, D] -> [T, Hq, D]. All rows are written first, so that a chunk sees itself."""

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from forefetch.kernels.clock import stamp
 from forefetch.telemetry.ring import StepStamps
 from router_service.batch import StepBatch, StepBuffers
-from router_service.decoder import Decoder, Resident
+from router_service.decoder import PARTS, Decoder, Resident
 from router_service.trunk import Experts, Observer, Trunk
 
 Replay = Callable[[], None]
 Recorder = Callable[[Callable[[], None]], Replay]
+MARK_EVERY = 32  # marks cost about a microsecond each, 5 per layer
 
 
 class DeviceExperts:
@@ -43,7 +46,11 @@ class DeviceExperts:
 
 
 class CapturedTrunk:
-    """Stands in for a Trunk. `buckets`: ascending row counts of decode steps that are recorded at `warm_up`."""
+    """Stands in for a Trunk. `buckets`: ascending row counts of decode steps that are recorded at `warm_up`.
+
+    Each bucket is recorded twice, the second time with the device's clock read between the parts of a layer. A sampled step
+    and every MARK_EVERY-th replays that one; the parts of other steps are the last ones scaled to their own time.
+    """
 
     def __init__(
         self, trunk: Trunk, experts: Resident, buffers: StepBuffers, buckets: Sequence[int], recorder: Recorder | None = None
@@ -52,27 +59,69 @@ class CapturedTrunk:
         self._decoder, self._experts = Decoder(trunk, experts), DeviceExperts(experts)
         self._buffers, self._buckets = buffers, buckets
         self._record = recorder or CudaRecorder(trunk.embedding.device)
-        self._steps: dict[int, tuple[Replay, list[Tensor]]] = {}
+        self._steps: dict[tuple[int, bool], tuple[Replay, list[Tensor]]] = {}
+        self._clock = LayerClock(trunk.spec.layers, trunk.embedding.device)
+        self._replayed = self._marked = False  # what the last forward was
 
     def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Records every bucket, the largest first, so that smaller ones fit the memory that it took."""
         for done, rows in enumerate(sorted(self._buckets, reverse=True)):
-            batch, logits = self._buffers.idle(rows), list[Tensor]()
-
-            def step(batch: StepBatch = batch, logits: list[Tensor] = logits) -> None:
-                logits[:] = [self._decoder.forward(batch)]
-
-            self._steps[rows] = self._record(step), logits
+            batch = self._buffers.idle(rows)
+            for marked in (False, True):
+                self._steps[rows, marked] = self._recorded(batch, marked)
             on_progress(done + 1, len(self._buckets))
+
+    def _recorded(self, batch: StepBatch, marked: bool) -> tuple[Replay, list[Tensor]]:
+        logits: list[Tensor] = []
+
+        def step() -> None:
+            logits[:] = [self._decoder.forward(batch, self._clock.mark) if marked else self._decoder.forward(batch)]
+
+        return self._record(step), logits
 
     def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None = None) -> Tensor:
         """As Trunk.forward. A decode step's logits are valid until the next one. `experts` is not used: these are resident."""
-        found = None if batch.prefills or observer is not None else self._steps.get(len(batch.token_ids))
+        self._marked = bool(batch.trace) or batch.step % MARK_EVERY == 0
+        found = None if batch.prefills or observer is not None else self._steps.get((len(batch.token_ids), self._marked))
+        self._replayed = found is not None
         if found is None:
             return self.trunk.forward(batch, self._experts, stamps, observer)
         replay, logits = found
         replay()
         return logits[0][: batch.tokens]
+
+    def timed(self, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
+        """After a step's tokens are on the host: stamps its layers and returns what is left for sampling, nanoseconds.
+
+        The step began, `forward` returned and the tokens were there at these times of the monotonic clock.
+        """
+        if not self._replayed:
+            return self.trunk.timed(stamps, began_ns, forwarded_ns, ended_ns)
+        return self._clock.tell(stamps, began_ns, ended_ns, self._marked)
+
+
+class LayerClock:
+    """Points in time of one step, read on the device, and how they share out a step's time."""
+
+    def __init__(self, layers: int, device: torch.device) -> None:
+        self._times = torch.zeros(layers * len(PARTS), dtype=torch.int64, device=device)
+        self._shares = np.zeros((layers, len(PARTS) - 1))  # of the whole step
+
+    def mark(self, layer: int, part: int) -> None:
+        """Reads the clock."""
+        stamp(self._times, layer * len(PARTS) + part)
+
+    def tell(self, stamps: StepStamps, began_ns: int, ended_ns: int, fresh: bool) -> int:
+        """Stamps all layers; `fresh`: the step was marked. Returns the nanoseconds outside of layers."""
+        total = ended_ns - began_ns
+        if fresh:
+            times = self._times.cpu().numpy().reshape(-1, len(PARTS))
+            self._shares = np.diff(times, axis=1).clip(0) / total
+        at = began_ns
+        for layer, parts in enumerate((self._shares * total).astype(np.int64).tolist()):
+            stamps.layer(layer, at, *parts)
+            at += sum(parts)
+        return max(0, ended_ns - at)
 
 
 class CudaRecorder:

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
-from forefetch.kernels import attention
-from forefetch.kernels.gate import choose
 from forefetch.kernels.norm import add_rms_norm
-from forefetch.kernels.qkv import HeadNorms, enter
+from forefetch.kernels.qkv import HeadNorms
 from router_service.batch import StepBatch
 from router_service.trunk import Layer, Trunk
 
@@ -27,6 +25,12 @@ class Resident(Protocol):
 
     def run(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], ids, weights [T, K] -> [T, H]; pairs with id -1 count nothing. Valid until the next call."""
+
+    def route(self, layer: int, x: Tensor, logits: Tensor) -> Tensor:
+        """x [T, H], gate logits [T, E] -> [T, H], the model's choice included. Valid until the next call."""
+
+    def settle(self, idle: Tensor) -> None:
+        """All layers of a step were routed: takes its pairs into account, but for idle rows [T, 1]."""
 
 
 # mark(layer, part): a point in time of the device; parts as in PARTS.
@@ -45,9 +49,9 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: StepBatch, mark: Mark = lambda layer, part: None) -> Tensor:
         """Rows of a step without prompts -> float32 logits [T, V] of all of them, idle ones included."""
-        spec, trunk, plan = self.spec, self.trunk, batch.paged
-        assert plan is not None
-        idle = plan.lengths[:, None] == 0  # [T, 1]
+        spec, trunk = self.spec, self.trunk
+        assert batch.paged is not None
+        attention = self.trunk.cache.step(batch, trunk.dtype, spec.attention_scale)
         cos, sin = trunk.rope.tables(batch.positions, trunk.dtype)
         x = trunk.embedding[batch.token_ids]
         if spec.embedding_multiplier != 1.0:
@@ -56,25 +60,17 @@ class Decoder:
         x, h = add_rms_norm(x, None, trunk.layers[0].input_norm, spec.rms_eps)
         for index, layer in enumerate(trunk.layers):
             mark(index, 0)
-            y = self._attend(index, layer, h, batch.slots, plan, cos, sin)
+            qkv = self._shaped(layer, _project(h, layer.qkv, layer.qkv_bias))
+            y = attention.decode(index, qkv, cos, sin, self._head_norms[index])
+            y = _project(y.flatten(1), layer.o, layer.o_bias)
             x, h = add_rms_norm(x, y, layer.post_norm, spec.rms_eps, spec.residual_multiplier)
             mark(index, 1)
-            y = self._mlp(index, layer, h, idle, mark)
+            y = self._mlp(index, layer, h, mark)
             x, h = add_rms_norm(x, y, following[index], spec.rms_eps, spec.residual_multiplier)
             mark(index, 4)
+        self.experts.settle(batch.paged.lengths[:, None] == 0)
         logits = linear(h, trunk.head).float()
         return logits / spec.logits_divisor if spec.logits_divisor != 1.0 else logits
-
-    def _attend(
-        self, index: int, layer: Layer, h: Tensor, slots: Tensor, plan: attention.PagedPlan, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        """Normed rows h [T, H] -> what attention adds [T, H]."""
-        cache = self.trunk.cache
-        qkv = self._shaped(layer, _project(h, layer.qkv, layer.qkv_bias))
-        k_pool, v_pool = cache.k[index], cache.v[index]
-        q = enter(qkv, cos, sin, self._head_norms[index], slots, k_pool.flatten(1, 2), v_pool.flatten(1, 2))
-        out = attention.decode_paged(q, k_pool, v_pool, plan, self.spec.attention_scale)
-        return _project(out.flatten(1), layer.o, layer.o_bias)
 
     def _shaped(self, layer: Layer, qkv: Tensor) -> Tensor:
         """What families do to whole projections before heads exist."""
@@ -87,17 +83,16 @@ class Decoder:
         qkv = torch.cat((q, k, v), dim=-1)
         return qkv if spec.clip_qkv is None else qkv.clamp_(-spec.clip_qkv, spec.clip_qkv)
 
-    def _mlp(self, index: int, layer: Layer, h: Tensor, idle: Tensor, mark: Mark) -> Tensor:
+    def _mlp(self, index: int, layer: Layer, h: Tensor, mark: Mark) -> Tensor:
         """Normed rows h [T, H] -> what the MLP adds [T, H]."""
         if layer.gate is None:
             assert layer.dense is not None
             mark(index, 2)
             mark(index, 3)
             return layer.dense(h)
-        spec = self.spec
-        ids, weights = choose(linear(h, layer.gate), spec.top_k, spec.gate_rule, spec.renormalise)
+        logits = linear(h, layer.gate)
         mark(index, 2)
-        out = self.experts.run(index, h, ids.masked_fill(idle, -1), weights)
+        out = self.experts.route(index, h, logits)
         mark(index, 3)
         if layer.shared is None or layer.shared_gate is None:
             return out

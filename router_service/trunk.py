@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import linear, rms_norm, silu
 
 from forefetch.kernels.gate import choose
+from forefetch.kernels.qkv import HeadNorms
 from forefetch.spec import ModelSpec
 from forefetch.telemetry.ring import StepStamps
 from forefetch.weights import Checkpoint
@@ -36,9 +37,17 @@ class Experts(Protocol):
         """
 
 
-# attention(layer, q [T, Hq, D], k, v [T, Hkv, D]) -> [T, Hq, D]: keeps K and V of all rows, then lets each row see its own
-# sequence up to itself. Padded rows come out as zeros.
-Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+class Attention(Protocol):
+    """One step's attention: keeps K and V of all rows, then lets each row see its own sequence up to itself. Padded rows come
+    out as zeros, or as anything where only they could see it."""
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /) -> torch.Tensor:
+        """q [T, Hq, D], k, v [T, Hkv, D] -> [T, Hq, D]."""
+
+    def decode(
+        self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: HeadNorms | None
+    ) -> torch.Tensor:
+        """The same for a step that only decodes, from the product's rows [T, (Hq + 2 Hkv) D] on; never waits for the host."""
 
 
 class Cache(Protocol):
@@ -150,6 +159,10 @@ class Trunk:
             logits /= spec.logits_divisor
         stamps.head(perf_counter_ns() - started)
         return logits
+
+    def timed(self, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
+        """What a step spent behind `forward`, nanoseconds; `forward` has stamped the rest itself."""
+        return ended_ns - forwarded_ns
 
     def _step(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None) -> _Step:
         """What the layers of a step share."""

@@ -10,6 +10,7 @@ import torch
 from reference_model import CASES, Oracle
 from trunk_rig import PAGE, Rig, close
 
+from forefetch.kernels.gate import choose
 from forefetch.spec import ModelSpec
 from forefetch.weights import Checkpoint, load_expert
 from router_service.batch import StepBuffers
@@ -20,12 +21,18 @@ class PlainResident:
     """Every expert as a dense product over all rows: nothing depends on values, as in a graph."""
 
     def __init__(self, spec: ModelSpec, checkpoint: Checkpoint, device: torch.device) -> None:
-        self._num_experts = spec.num_experts
+        self._spec, self._num_experts = spec, spec.num_experts
         self._weights = {
             (layer, expert): tuple(t.float().to(device) for t in load_expert(checkpoint, spec, layer, expert))
             for layer in spec.moe_layers
             for expert in range(spec.num_experts)
         }
+
+    def route(self, layer: int, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return self.run(layer, x, *choose(logits, self._spec.top_k, self._spec.gate_rule, self._spec.renormalise))
+
+    def settle(self, idle: torch.Tensor) -> None:
+        """Nobody asks for the load."""
 
     def run(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
@@ -94,7 +101,6 @@ def test_graphs_on_a_gpu(case: str, checkpoint: Callable[[str], Path], oracle: C
 def test_idle_rows_change_nothing(checkpoint: Callable[[str], Path], oracle: Callable[[str], Oracle]) -> None:
     """One request in a bucket of four: the logits are those of the prompt's end."""
     rig = CapturedRig(checkpoint("qwen3"), Spy())
-    rig.trunk._steps.pop(1)  # type: ignore[attr-defined]
     rig.buffers.buckets = (4, 8, 64)
     prompt = CASES["qwen3"].prompt
     rig.add(prompt[:-1], max_tokens=2)
@@ -103,3 +109,20 @@ def test_idle_rows_change_nothing(checkpoint: Callable[[str], Path], oracle: Cal
     logits = rig.step()
     assert logits is not None
     close(logits[0], oracle("qwen3").prefill_logits(prompt)[len(prompt) - 1])
+
+
+def test_the_device_says_where_a_steps_time_went(checkpoint: Callable[[str], Path]) -> None:
+    """Parts of a marked step are its own; those of the next are the same shares of its time; nothing is lost."""
+    rig, shares = CapturedRig(checkpoint("qwen3"), Spy()), list[list[float]]()
+    rig.add(CASES["qwen3"].prompt, max_tokens=4)
+    rig.step()
+    for rig.steps, total_ns in ((32, 50_000_000), (33, 100_000_000)):
+        rig.step()
+        stamps = rig.ring.begin(rig.steps, 0)
+        rest = rig.trunk.timed(stamps, 0, 1, total_ns)
+        timings = stamps.finish(total_ns, rest, 1, 1)
+        parts = (timings.attention_ns, timings.gate_ns, timings.link_ns, timings.combine_ns)
+        assert min(parts) > 0
+        assert sum(parts) + rest == pytest.approx(total_ns, abs=1000)
+        shares.append([part / total_ns for part in parts])
+    assert shares[0] == pytest.approx(shares[1], rel=1e-3)
