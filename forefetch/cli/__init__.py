@@ -8,15 +8,15 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from forefetch.cli import demo, generate, lookahead, stats, trace, up
+from forefetch.cli import demo, generate, health, lookahead, stats, trace, up
 from forefetch.errors import ConfigError, ForefetchError
 from forefetch.version import VERSION
 
-__all__ = ["COMMANDS", "demo", "generate", "lookahead", "main", "parser", "stats", "trace", "up"]
+__all__ = ["COMMANDS", "demo", "generate", "health", "lookahead", "main", "parser", "stats", "trace", "up"]
 
 COMMANDS: dict[str, ModuleType] = {
     **{"up": up, "generate": generate, "demo": demo, "trace": trace, "stats": stats},
-    **{"lookahead": lookahead},
+    **{"health": health, "lookahead": lookahead},
 }
 DESCRIPTION = """\
 Forefetch serves Mixture-of-Experts language models whose experts do not fit next to their attention layers:

@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from forefetch.cli import connect
 from forefetch.client import Client, Completion, Finish, Options, Prompt, Token
 from forefetch.errors import ConfigError
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 EPILOG = """\
 Examples:
   forefetch generate "Once upon a time" --max-tokens 64
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("prompt", nargs="?", help="the prompt; read from standard input when it is missing or -")
-    parser.add_argument("--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="the router (default: %(default)s)")
+    connect.add_arguments(parser)
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn: apply the checkpoint's chat template")
     parser.add_argument("--system", metavar="TEXT", help="a system message before the turn; implies --chat")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
@@ -86,7 +86,7 @@ async def _generate(args: argparse.Namespace, prompt: Prompt) -> Completion:
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "request_id")
     options: Any = {name: getattr(args, name) for name in names}
     options["top_logprobs"] = args.logprobs
-    async with Client(args.address) as client:
+    async with Client(args.address, tls=connect.tls_of(args)) as client:
         return await stream(client, prompt, None if args.json else write, timeout=args.timeout, options=options)
 
 

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from forefetch.cli import show
+from forefetch.cli import connect, show
 from forefetch.cli.plain import plain
 from forefetch.cli.waterfall import ms, parts
 from forefetch.client import SyncClient
@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--address", default="127.0.0.1:50051", metavar="HOST:PORT", help="the router (default: %(default)s)")
+    connect.add_arguments(parser)
     parser.add_argument(
         "--watch", nargs="?", type=float, const=1.0, metavar="SECONDS", help="ask again every so often, until Ctrl-C"
     )
@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the counters once, or keeps them on screen. A router that goes away while watched is waited for."""
-    with SyncClient(args.address) as client:
+    with SyncClient(args.address, tls=connect.tls_of(args)) as client:
         if args.watch is None:
             stats = client.stats()
             _print_json(stats) if args.json else Console(highlight=False).print(render(args.address, stats))

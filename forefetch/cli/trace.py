@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from forefetch.cli import waterfall
+from forefetch.cli import connect, waterfall
 from forefetch.cli.plain import plain
 from forefetch.client import SyncClient
 from forefetch.errors import ConfigError
@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--address", default="127.0.0.1:50051", metavar="HOST:PORT", help="the router (default: %(default)s)")
+    connect.add_arguments(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("id", nargs="?", metavar="ID", help="an earlier or running request")
     what.add_argument("--request-id", metavar="ID", help="the same")
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _fetch(args: argparse.Namespace) -> router_pb2.GetTraceResponse:
-    with SyncClient(args.address) as client:
+    with SyncClient(args.address, tls=connect.tls_of(args)) as client:
         request_id = args.id or args.request_id
         if request_id is None:
             request_id = f"trace-{secrets.token_hex(4)}"

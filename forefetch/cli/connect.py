@@ -1,0 +1,27 @@
+"""Flags that say where a service is and how to be let in; the same for every command that calls one."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from forefetch import rpc
+from forefetch.errors import ConfigError
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+def add_arguments(parser: Any, whose: str = "the router") -> None:
+    """Adds --address and the TLS files."""
+    parser.add_argument("--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=f"{whose} (default: %(default)s)")
+    group = parser.add_argument_group("TLS", "Without these the connection is plain.")
+    group.add_argument("--tls-ca", default="", metavar="FILE", help="PEM file with the authority that signed the server")
+    group.add_argument("--tls-cert", default="", metavar="FILE", help="PEM file with a certificate to present")
+    group.add_argument("--tls-key", default="", metavar="FILE", help="PEM file with its private key")
+
+
+def tls_of(args: argparse.Namespace) -> rpc.Tls | None:
+    """What the flags say; None for plaintext. ConfigError for half a pair."""
+    if bool(args.tls_cert) != bool(args.tls_key):
+        raise ConfigError("--tls-cert and --tls-key: set both or neither")
+    return rpc.Tls(args.tls_cert, args.tls_key, args.tls_ca) if args.tls_cert or args.tls_ca else None
