@@ -11,6 +11,7 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+CHECKOV := checkov==3.3.30
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -28,6 +29,8 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	test -x $(VENV)/checkov/bin/python || $(BIN)/python -m venv $(VENV)/checkov
+	$(VENV)/checkov/bin/python -m pip install --quiet $(CHECKOV)
 	@touch $(STAMP)
 
 demo: $(STAMP) ## start a cluster, generate from two prompts, show where the milliseconds went

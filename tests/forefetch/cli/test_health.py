@@ -67,7 +67,7 @@ def test_waiting_ends_when_it_becomes_ready(served: Served) -> None:
 
 
 def test_nobody_there() -> None:
-    with pytest.raises(Unavailable, match="127.0.0.1:1 does not answer"):
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1 does not answer"):
         run("--address", "127.0.0.1:1")
 
 
