@@ -61,5 +61,6 @@ def _ask(channel: grpc.Channel, name: str) -> bool:
         from grpc_health.v1 import health_pb2, health_pb2_grpc
     except ModuleNotFoundError:
         raise ConfigError("grpcio-health-checking is needed: pip install 'forefetch[serve]'") from None
-    reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=5.0)
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    reply = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5.0)
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
