@@ -1,4 +1,4 @@
-"""What Triton 3.6's interpreter lacks: loop bounds that kernels compute under NumPy 2.4, and products of bfloat16."""
+"""What Triton 3.6's interpreter lacks: loop bounds that kernels compute under NumPy 2.4; bfloat16 in products, integers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def complete_interpreter() -> None:
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
-    patch_tensor, dot = interpreter._patch_lang_tensor, builder.create_dot
+    patch_tensor, dot, to_float = interpreter._patch_lang_tensor, builder.create_dot, builder.create_si_to_fp
 
     def patch_with_scalars(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -26,7 +26,15 @@ def complete_interpreter() -> None:
         wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
         return interpreter.TensorHandle(wide, interpreter.tl.float32)
 
+    def integer_to_float(self: Any, handle: Any, to: Any) -> Any:
+        """It would keep an integer's bits as a bfloat16."""
+        if to.scalar != interpreter.tl.bfloat16:
+            return to_float(self, handle, to)
+        bits = torch.from_numpy(np.ascontiguousarray(handle.data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return interpreter.TensorHandle(bits, interpreter.tl.bfloat16)
+
     interpreter._patch_lang_tensor = patch_with_scalars
+    builder.create_si_to_fp = integer_to_float
     builder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
 
 

@@ -1,0 +1,70 @@
+"""Expert choice on the device: exact top-k of a row's logits by one program, ties to the lower index.
+
+A logit becomes an integer that orders as the float does, so that equal values, infinities and NaN have a definite place and a
+row's ids are always distinct. Choosing by logits is choosing by softmax, except that probabilities which round to the same
+value still differ here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def choose_into(
+    logits: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    rule: Literal["softmax_topk", "topk_softmax"],
+    renormalise: bool,
+) -> None:
+    """`forefetch.kernels.gate.choose` into ids [T, K] int32 or int64 and weights [T, K] float32; fit for CUDA graphs.
+
+    logits [T, E] of any float type, rows contiguous. ValueError for shapes and types that do not fit.
+    """
+    tokens, experts = logits.shape
+    if ids.shape != weights.shape or len(ids) != tokens or not 0 < ids.shape[1] <= experts:
+        raise ValueError(f"logits {tuple(logits.shape)}, ids {tuple(ids.shape)}, weights {tuple(weights.shape)}")
+    if weights.dtype != torch.float32 or ids.dtype not in {torch.int32, torch.int64} or logits.stride(1) != 1:
+        raise ValueError("weights must be float32, ids integers, and rows of logits contiguous")
+    if not (ids.is_contiguous() and weights.is_contiguous()):
+        raise ValueError("ids and weights must be contiguous")
+    if tokens:
+        _choose[(tokens,)](
+            *(logits, ids, weights, logits.stride(0)),
+            *(experts, ids.shape[1], triton.next_power_of_2(experts), rule == "topk_softmax" or renormalise),
+            num_warps=1,
+        )
+
+
+@triton.jit
+def _choose(logits, ids, weights, row, E: tl.constexpr, K: tl.constexpr, EP: tl.constexpr, RENORMALISE: tl.constexpr):
+    token = tl.program_id(0)
+    chosen, place, weight = top_k(logits + token.to(tl.int64) * row, E, K, EP, RENORMALISE)
+    tl.store(ids + token * K + place, tl.arange(0, EP), mask=chosen)
+    tl.store(weights + token * K + place, weight, mask=chosen)
+
+
+@triton.jit
+def top_k(logits, E: tl.constexpr, K: tl.constexpr, EP: tl.constexpr, RENORMALISE: tl.constexpr):
+    """One row [E] -> over EP >= E lanes, an expert each: whether it is chosen, its place among the K, its weight."""
+    expert = tl.arange(0, EP)
+    value = tl.load(logits + expert, mask=expert < E, other=-float("inf")).to(tl.float32)
+    bits = value.to(tl.int32, bitcast=True)
+    key = tl.where(expert < E, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -0x80000000)
+    place = tl.full([EP], K, tl.int32)
+    for k in tl.static_range(K):
+        # Chosen ones leave for the lowest key, padding's own; an expert with a key as low (a NaN) must still go first.
+        left = (place == K) & (expert < E)
+        best = tl.max(tl.where(left, key, -0x80000000), 0)
+        winner = tl.min(tl.where(left & (key == best), expert, EP), 0)
+        place = tl.where(expert == winner, k, place)
+    chosen = place < K
+    power = tl.exp(value - tl.max(value, 0))
+    power = tl.where(expert < E, power, 0.0)
+    total = tl.sum(tl.where(chosen, power, 0.0), 0) if RENORMALISE else tl.sum(power, 0)
+    return chosen, place, power / total

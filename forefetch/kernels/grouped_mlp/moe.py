@@ -1,0 +1,210 @@
+"""The grouped MLP for a CUDA graph: routing, both products and the sum, all on the device.
+
+Launch shapes follow from the number of tokens alone, experts are found through `slot_of` (address = pool + slot * stride), and
+nothing is read back. So a captured call stays valid while experts come and go, and a graph per bucket of tokens is enough.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forefetch.kernels.grouped_mlp import portable, routing
+from forefetch.kernels.grouped_mlp.formats import ExpertFormat, blob_bytes
+
+Rule = Literal["softmax_topk", "topk_softmax"]
+
+_TYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32, "int8": tl.int8, "int4": tl.int8}
+_FINISH_PAIRS = 1024  # with more pairs, units are formed by a kernel of their own, in parallel
+_BLOCK = 256  # pairs of one of its programs
+
+
+class MoeScratch:
+    """What calls of `moe` share and write besides `out`: one object serves any layer and any number of tokens up to `tokens`.
+
+    Calls that use one object must follow one another on a stream. Between calls the counters in it are zero; after a call was
+    torn off half-way (a fault, a cancelled capture), `reset` makes them so.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        top_k: int,
+        experts: int,
+        hidden: int,
+        width: int,
+        format: ExpertFormat,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        """For x [T <= tokens, hidden] of `dtype`, each token with `top_k` of `experts`. ValueError: no kernel for these."""
+        if hidden % 32 or width % 32:
+            raise ValueError(f"experts of {hidden} x {width}: both must be multiples of 32")
+        if format.order != "natural":
+            raise ValueError(f"no kernel for {format}")
+        self.tokens, self.top_k, self.experts, self.hidden, self.width = tokens, top_k, experts, hidden, width
+        self.format, self.dtype, self.blob_bytes = format, dtype, blob_bytes(hidden, width, format)
+        pairs = tokens * top_k
+        words = max(units(pairs, experts, size) * (int(routing.HEADER) + size) for size in (8, 16, 32, 64, 128))
+
+        def ints(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        self.ids, self.weights = ints(pairs), torch.empty(pairs, dtype=torch.float32, device=device)
+        self.counts, self.totals, self.ready = ints(triton.next_power_of_2(experts)), ints(2), ints(1)
+        self.ranks, self.live, self.records = ints(pairs), ints(pairs), ints(words)
+        self.x_half = torch.empty(0, dtype=torch.float16, device=device)
+        self.h = torch.empty(pairs, width, dtype=dtype, device=device)
+        self.y = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
+
+    def reset(self) -> None:
+        """Zeroes the counters."""
+        for counter in (self.counts, self.totals, self.ready):
+            counter.zero_()
+
+
+def units(pairs: int, experts: int, size: int) -> int:
+    """The most units that `pairs` can form in units of `size`: each expert has at most one that is not full."""
+    return min(pairs, experts + pairs // size)
+
+
+def moe(x: Tensor, ids: Tensor, weights: Tensor, pool: Tensor, slot_of: Tensor, out: Tensor, scratch: MoeScratch) -> None:
+    """out [T, H] = for each token the weighted sum of its experts' MLPs; no host synchronisation, fit for CUDA graphs.
+
+    x [T, H] of scratch's type, ids [T, K] int32 or int64 (distinct in a row), weights [T, K] float32, pool uint8 [S, stride] of
+    `formats` blobs, slot_of int32 [E], out [T, H] of any float type. Ids < 0 and experts whose slot is < 0 add nothing. Sums
+    are float32 in a fixed order: a call repeats bit for bit, and a row's result does not depend on the others.
+    ValueError for shapes, types and strides that do not fit.
+    """
+    _check(x, pool, slot_of, out, scratch)
+    tokens, top_k = len(x), scratch.top_k
+    if ids.shape != (tokens, top_k) or weights.shape != ids.shape or weights.dtype != torch.float32:
+        raise ValueError(f"ids {tuple(ids.shape)} and weights {tuple(weights.shape)} {weights.dtype} for {tokens} x {top_k}")
+    if ids.dtype not in {torch.int32, torch.int64} or not (ids.is_contiguous() and weights.is_contiguous()):
+        raise ValueError("ids must be contiguous integers, weights contiguous")
+    if tokens:
+        _portable(x, ids, weights, None, False, pool, slot_of, out, scratch)
+
+
+def moe_from_logits(
+    x: Tensor, logits: Tensor, rule: Rule, renormalise: bool, pool: Tensor, slot_of: Tensor, out: Tensor, scratch: MoeScratch
+) -> None:
+    """`moe` with the choice of experts inside: logits [T, E] of any float type, as `gate.choose` with ties to the lower index.
+
+    The choice is left in `scratch.ids` and `scratch.weights`, the first T * K entries of each.
+    """
+    _check(x, pool, slot_of, out, scratch)
+    if logits.shape != (len(x), scratch.experts) or logits.stride(1) != 1:
+        raise ValueError(f"logits {tuple(logits.shape)} for {len(x)} tokens and {scratch.experts} experts")
+    if len(x):
+        sums = rule == "topk_softmax" or renormalise
+        _portable(x, scratch.ids, scratch.weights, logits, sums, pool, slot_of, out, scratch)
+
+
+def _check(x: Tensor, pool: Tensor, slot_of: Tensor, out: Tensor, scratch: MoeScratch) -> None:
+    if x.ndim != 2 or x.shape[1] != scratch.hidden or len(x) > scratch.tokens or x.dtype != scratch.dtype:
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype} does not fit scratch of {scratch.tokens} x {scratch.hidden} {scratch.dtype}"
+        )
+    if out.shape != x.shape or x.stride(1) != 1 or out.stride(1) != 1:
+        raise ValueError(f"out {tuple(out.shape)} for x {tuple(x.shape)}; rows of both must be contiguous")
+    if pool.dtype != torch.uint8 or pool.ndim != 2 or pool.stride(1) != 1 or pool.shape[1] < scratch.blob_bytes:
+        raise ValueError(f"pool {tuple(pool.shape)} {pool.dtype} has no slots of {scratch.blob_bytes} bytes")
+    if pool.stride(0) % 16 or pool.data_ptr() % 16:
+        raise ValueError("slots must begin at multiples of 16 bytes")
+    if slot_of.shape != (scratch.experts,) or slot_of.dtype != torch.int32 or not slot_of.is_contiguous():
+        raise ValueError(f"slot_of {tuple(slot_of.shape)} {slot_of.dtype} for {scratch.experts} experts")
+
+
+def _portable(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    logits: Tensor | None,
+    renormalise: bool,
+    pool: Tensor,
+    slot_of: Tensor,
+    out: Tensor,
+    scratch: MoeScratch,
+) -> None:
+    """Routing, gate/up, down, sum, for natural-order blobs."""
+    tokens = len(x)
+    size = unit_size(tokens * scratch.top_k, scratch.experts)
+    route(x, ids, weights, logits, renormalise, slot_of, scratch, size)
+    hidden, width, form = scratch.hidden, scratch.width, scratch.format
+    most = units(tokens * scratch.top_k, scratch.experts, size)
+    w13, w2 = 2 * width * hidden * form.bits // 8, width * hidden * form.bits // 8
+    scales = w13 + w2
+    steps = [form.group_of(n) if form.quantised else (64 if n % 64 == 0 else 32) for n in (hidden, width)]
+    shape = {"H": hidden, "W": width, "M": size, "TYPE": _TYPES[form.kind], "BITS": form.bits}
+    block = 64 if size <= 64 else 128
+    options = {"BN": block, "num_warps": 4 if size <= 32 else 8, "num_stages": 3}
+    portable.gate_up[(most * triton.cdiv(width, block),)](
+        *(x, pool, scratch.records, scratch.totals, scratch.h, pool.stride(0), scales, x.stride(0)),
+        **shape,
+        K=scratch.top_k,
+        STEP=steps[0],
+        **options,
+    )
+    scales += 2 * width * hidden // steps[0] * 2
+    portable.down[(most * triton.cdiv(hidden, block),)](
+        *(scratch.h, pool, scratch.records, scratch.totals, scratch.y, pool.stride(0), w13, scales),
+        **shape,
+        STEP=steps[1],
+        **options,
+    )
+    combine(weights, out, scratch)
+
+
+def unit_size(pairs: int, experts: int) -> int:
+    """Pairs in a unit: about what an expert has, within what a tile can be."""
+    return max(16, min(128, 1 << (-(-pairs // experts) - 1).bit_length()))
+
+
+def route(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    logits: Tensor | None,
+    renormalise: bool,
+    slot_of: Tensor,
+    scratch: MoeScratch,
+    size: int,
+    convert: bool = False,
+) -> None:
+    """Launches the routing: units of `size` into scratch, with the choice from `logits` if there are any."""
+    tokens, top_k, experts = len(x), scratch.top_k, scratch.experts
+    pairs, padded = tokens * top_k, triton.next_power_of_2(scratch.experts)
+    per_token = convert or logits is not None
+    finish = pairs <= _FINISH_PAIRS
+    block = triton.next_power_of_2(top_k if per_token else min(pairs, _FINISH_PAIRS if finish else _BLOCK))
+    programs = tokens if per_token else triton.cdiv(pairs, block)
+    routing.route[(programs,)](
+        *(x, ids, weights, x if logits is None else logits, slot_of, scratch.x_half, scratch.counts, scratch.ranks),
+        *(scratch.live, scratch.records, scratch.totals, scratch.ready),
+        *(tokens, x.stride(0), 0 if logits is None else logits.stride(0)),
+        *(experts, top_k, padded, size, scratch.hidden, block, triton.next_power_of_2(pairs) if finish else 1),
+        *(len(scratch.ready), logits is not None, renormalise, convert, finish),
+        num_warps=4,
+    )
+    if not finish:
+        routing.group[(triton.cdiv(pairs, _BLOCK),)](
+            *(ids, slot_of, scratch.counts, scratch.ranks, scratch.live, scratch.records, scratch.totals, pairs),
+            *(experts, padded, size, _BLOCK),
+            num_warps=4,
+        )
+        scratch.counts.zero_()
+
+
+def combine(weights: Tensor, out: Tensor, scratch: MoeScratch) -> None:
+    """Launches the weighted sum of scratch.y."""
+    block = min(512, triton.next_power_of_2(scratch.hidden))
+    routing.combine[(len(out), triton.cdiv(scratch.hidden, block))](
+        *(scratch.y, weights, scratch.live, out, out.stride(0), scratch.top_k, scratch.hidden, block, False),
+        num_warps=4,
+    )

@@ -1,0 +1,187 @@
+"""The device MoE against float64 on the weights that the codes mean; in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_pools import DEVICE, Call, make_call, make_experts, poison, worst
+
+from forefetch.kernels.gate import choose
+from forefetch.kernels.gate.triton import choose_into
+from forefetch.kernels.grouped_mlp.formats import ExpertFormat
+from forefetch.kernels.grouped_mlp.moe import MoeScratch, moe, moe_from_logits, unit_size, units
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # the interpreter computes NaN rows in NumPy
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# experts, hidden, width, tokens, top_k, kind, type of x
+CASES = [
+    (6, 64, 32, 5, 2, ExpertFormat("bfloat16"), BF16),
+    (6, 64, 32, 5, 6, ExpertFormat("float16"), FP16),
+    (5, 96, 64, 7, 3, ExpertFormat("float32"), FP32),
+    (5, 96, 160, 1, 1, ExpertFormat("int8", 64), BF16),
+    (4, 32, 32, 40, 3, ExpertFormat("int8"), FP16),
+    (7, 256, 64, 9, 5, ExpertFormat("int4"), BF16),
+    (3, 160, 96, 33, 2, ExpertFormat("int4", 64), FP32),
+]
+
+
+@pytest.mark.parametrize(("experts", "hidden", "width", "tokens", "top_k", "form", "dtype"), CASES, ids=str)
+def test_equals_the_definition_and_repeats(
+    experts: int, hidden: int, width: int, tokens: int, top_k: int, form: ExpertFormat, dtype: torch.dtype
+) -> None:
+    pool = make_experts(experts, hidden, width, form)
+    call = make_call(tokens, top_k, pool, dtype)
+    scratch = pool.scratch(tokens, top_k, dtype)
+    out = call.run(pool, scratch)
+    assert worst(pool, call, out) <= 1
+    assert torch.equal(call.run(pool, poison(scratch)), out)
+
+
+def test_many_tokens_of_one_expert_and_units_formed_in_parallel() -> None:
+    """More pairs than one program takes (1024), and nearly all of them for two experts."""
+    pool = make_experts(5, 32, 32, ExpertFormat("int8"))
+    call = make_call(400, 3, pool, FP32, skew=3.0)
+    assert worst(pool, call, call.run(pool)) <= 1
+
+
+def test_padding_and_experts_without_a_slot_add_nothing() -> None:
+    pool = make_experts(6, 64, 32, ExpertFormat("int8"))
+    call = make_call(8, 3, pool, BF16)
+    call.ids[2], call.ids[5, 1] = -1, -1
+    call.weights[2] = torch.nan
+    pool.slot_of[int(call.ids[0, 0])] = -1
+    out = call.run(pool)
+    assert worst(pool, Call(call.x, call.ids, call.weights.nan_to_num()), out) <= 1
+    assert not out[2].any()
+
+
+def test_scratch_serves_fewer_tokens_and_int32_ids() -> None:
+    pool = make_experts(6, 64, 32, ExpertFormat("bfloat16"))
+    scratch = pool.scratch(50, 2, BF16)
+    for tokens in (50, 3, 17):
+        call = make_call(tokens, 2, pool, BF16)
+        call.ids = call.ids.int()
+        assert worst(pool, call, call.run(pool, scratch)) <= 1
+
+
+def test_a_nan_row_leaves_its_neighbours_bit_equal() -> None:
+    pool = make_experts(3, 64, 32, ExpertFormat("int4"))
+    call = make_call(9, 2, pool, BF16)
+    clean = call.run(pool)
+    call.x[4] = torch.nan
+    out = call.run(pool)
+    others = torch.arange(9) != 4
+    assert torch.equal(out[others], clean[others])
+    assert out[4].isnan().all()
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    """Within one size of units, a row alone has the bits that it has among others."""
+    pool = make_experts(8, 64, 32, ExpertFormat("int8"))
+    call = make_call(12, 2, pool, BF16)
+    whole = call.run(pool)
+    for row in (0, 7):
+        part = slice(row, row + 1)
+        alone = Call(call.x[part], call.ids[part], call.weights[part])
+        assert torch.equal(alone.run(pool)[0], whole[row])
+
+
+@pytest.mark.parametrize("broken", ["nibble", "column", "weight"])
+def test_a_broken_kernel_fails(broken: str) -> None:
+    """In float32 the bound is tight enough to see an error in one bit of the unpacking, one column, one gate weight."""
+    pool = make_experts(6, 128, 64, ExpertFormat("int4"))
+    call = make_call(6, 2, pool, FP32)
+    out = call.run(pool)
+    if broken == "nibble":
+        wrong = pool.pool.clone()
+        wrong[int(pool.slot_of[call.ids[0, 0]]), 17] ^= 0x10
+        pool.pool = wrong
+        out = call.run(pool)
+    elif broken == "column":
+        out[1, 5] = out[1, 6]
+    else:
+        call.weights[3, 1] *= 1.02
+    assert worst(pool, call, out) > 1
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(("rule", "renormalise"), [("softmax_topk", True), ("softmax_topk", False), ("topk_softmax", False)])
+def test_from_logits(rule: str, renormalise: bool, dtype: torch.dtype) -> None:
+    pool = make_experts(6, 64, 32, ExpertFormat("int8"))
+    call = make_call(5, 3, pool, BF16)
+    logits = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)).to(dtype).to(DEVICE)
+    scratch, out = pool.scratch(7, 3, BF16), torch.full(call.x.shape, torch.nan, device=DEVICE)
+    moe_from_logits(call.x, logits, rule, renormalise, pool.pool, pool.slot_of, out, scratch)  # type: ignore[arg-type]
+    ids, weights = choose(logits, 3, rule, renormalise)  # type: ignore[arg-type]
+    assert torch.equal(scratch.ids[:15].view(5, 3).long(), ids)
+    assert torch.allclose(scratch.weights[:15].view(5, 3), weights, rtol=1e-6)
+    call.ids, call.weights = ids, scratch.weights[:15].view(5, 3)
+    assert torch.equal(call.run(pool), out)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    pool = make_experts(4, 64, 32, ExpertFormat("int8"))
+    call = make_call(3, 2, pool, BF16)
+    scratch, out = pool.scratch(3, 2, BF16), torch.empty(3, 64, device=DEVICE)
+    good = {"x": call.x, "ids": call.ids, "weights": call.weights, "pool": pool.pool, "slot_of": pool.slot_of, "out": out}
+    for name, bad in {
+        "x": call.x.half(),
+        "ids": call.ids[:, :1],
+        "weights": call.weights.double(),
+        "pool": pool.pool[:, :-512],
+        "slot_of": pool.slot_of.long(),
+        "out": out.t(),
+    }.items():
+        with pytest.raises(ValueError, match=r".+"):
+            moe(**{**good, name: bad}, scratch=scratch)
+    with pytest.raises(ValueError, match="multiples of 32"):
+        MoeScratch(3, 2, 4, 40, 32, ExpertFormat("int8"), device=DEVICE, dtype=BF16)
+    moe(**{**good, "x": call.x[:0], "ids": call.ids[:0], "weights": call.weights[:0], "out": out[:0]}, scratch=scratch)
+
+
+def test_units_never_exceed_their_number() -> None:
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        experts, size = int(torch.randint(1, 9, (), generator=draw)), 4
+        counts = torch.randint(0, 20, (experts,), generator=draw)
+        assert int((counts + size - 1).div(size, rounding_mode="floor").sum()) <= units(int(counts.sum()), experts, size)
+    assert [unit_size(8 * tokens, 128) for tokens in (1, 64, 512, 2048)] == [16, 16, 32, 128]
+
+
+def test_choice_is_exact_with_ties_to_the_lower_index() -> None:
+    """Few distinct values, infinities, NaN: as a stable descending sort would choose."""
+    draw = torch.Generator().manual_seed(2)
+    logits = torch.randint(-2, 3, (8, 37), generator=draw).float()
+    logits[3], logits[4, :30], logits[5, 7], logits[6, 2] = torch.nan, -torch.inf, torch.inf, torch.nan
+    for dtype in (FP32, BF16, FP16):
+        ids = torch.full((8, 9), -7, dtype=torch.int64, device=DEVICE)
+        weights = torch.full((8, 9), torch.nan, device=DEVICE)
+        choose_into(logits.to(dtype).to(DEVICE), ids, weights, "topk_softmax", False)
+        order = logits.sort(dim=1, descending=True, stable=True).indices[:, :9]
+        # All NaN has no order; and the interpreter's bfloat16 does not know NaN.
+        sane = torch.tensor([row for row in range(8) if row != 3 and (row != 6 or dtype != BF16)])
+        assert torch.equal(ids.cpu()[sane], order[sane])
+        assert sorted(set(ids[3].tolist())) == sorted(ids[3].tolist())
+        finite = torch.tensor([row for row in range(8) if row not in {3, 5, 6}])
+        assert torch.allclose(weights.cpu()[finite], logits[finite].gather(1, order[finite]).softmax(1), rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+@pytest.mark.parametrize("form", [ExpertFormat("bfloat16"), ExpertFormat("int8"), ExpertFormat("int4")], ids=str)
+def test_a_captured_call_follows_its_inputs_and_slots(form: ExpertFormat) -> None:
+    pool = make_experts(64, 256, 64, form)
+    call, scratch = make_call(16, 8, pool, BF16), pool.scratch(16, 8, BF16)
+    out = torch.empty(call.x.shape, device=DEVICE)
+    moe(call.x, call.ids, call.weights, pool.pool, pool.slot_of, out, scratch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        moe(call.x, call.ids, call.weights, pool.pool, pool.slot_of, out, scratch)
+    for turn in range(3):
+        fresh = make_call(16 + turn, 8, pool, BF16)
+        call.x.copy_(fresh.x[:16])
+        call.ids.copy_(fresh.ids[:16])
+        out.fill_(torch.nan)
+        graph.replay()
+        assert worst(pool, call, out) <= 1
