@@ -1,14 +1,14 @@
-"""Sealed blocks of the router that are not with the KV service yet. Pure: no threads, no clock; the caller holds a lock.
+"""Sealed blocks that one KV service does not hold yet. Pure: no threads, no clock; the caller holds a lock.
 
-A block is queued (and its page pinned) as long as there is room. One that finds no room stays in its request's chain and is
-queued later, in order, if the request lives that long; else it is dropped and counted. The chains of live requests are gone
-through again when the KV service has lost everything.
+A chain is a run of consecutive blocks of one request that this service is to hold. A block is queued (and its page pinned) as
+long as there is room. One that finds no room stays in its chain and is queued later, in order, if the request lives that
+long; else it is dropped and counted. The chains of live requests are gone through again when the service has lost everything.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ BATCH_BYTES = 16 << 20
 
 @dataclass(slots=True, eq=False)
 class Chain:
-    """The sealed blocks of a request, from its first token on. Those from `queued` on are not queued yet."""
+    """Consecutive sealed blocks of a request. Those from `queued` on are not queued yet."""
 
     blocks: list[Block] = field(default_factory=list)
     queued: int = 0
@@ -43,17 +43,14 @@ class Block:
 
 
 class Outbox:
-    """At most `room` blocks are queued, being copied, copied or being sent at a time.
+    """At most `room` blocks are queued, being copied, copied or being sent at a time."""
 
-    `child(before, token_ids)` names a block; before is None for the first of a request.
-    """
-
-    def __init__(self, child: Callable[[Key | None, Sequence[int]], Key], room: int) -> None:
+    def __init__(self, room: int) -> None:
         self.unpinned: list[int] = []  # pages whose pin has served
         self.used = self.sent = self.dropped = self.restarts = 0
-        self._child, self._room = child, room
-        self._chains: dict[int, Chain] = {}
-        self._behind: dict[int, Chain] = {}  # chains with blocks that found no room
+        self._room = room
+        self._chains: dict[Hashable, Chain] = {}
+        self._behind: dict[Hashable, Chain] = {}  # chains with blocks that found no room
         self._todo: deque[Block] = deque()  # pinned, to be copied
         self._ready: deque[Block] = deque()  # copied, to be sent
 
@@ -72,38 +69,40 @@ class Outbox:
         """Whether `take` would give a block."""
         return bool(self._todo) or (bool(self._behind) and self.used < self._room)
 
-    def offer(self, request: int, index: int, token_ids: Sequence[int], page: int, trace: SpanContext | None) -> bool:
-        """Takes note of a request's next sealed block. True: it is queued, its page to stay pinned until `unpinned` has it."""
-        chain = self._chains.setdefault(request, Chain())
-        if index != len(chain.blocks):  # what comes before is unknown, and with it the key
-            self.dropped += 1
-            return False
-        before = chain.blocks[-1].key if chain.blocks else None
-        block = Block(chain, self._child(before, token_ids), page, trace)
+    def offer(self, name: Hashable, key: Key, page: int, trace: SpanContext | None) -> bool:
+        """Takes note of a chain's next sealed block. True: it is queued, its page to stay pinned until `unpinned` has it."""
+        chain = self._chains.setdefault(name, Chain())
+        index, block = len(chain.blocks), Block(chain, key, page, trace)
         chain.blocks.append(block)
         if chain.queued < index or self.used >= self._room:
-            self._behind[request] = chain
+            self._behind[name] = chain
             return False
         self._todo.append(self._queued(block, pinned=True))
         return True
 
-    def forget(self, request: int) -> None:
+    def adopt(self, name: Hashable, key: Key, page: int) -> None:
+        """A chain's next block came from the service: it is sent only if the service loses it while the request lives."""
+        chain = self._chains.setdefault(name, Chain())
+        chain.blocks.append(Block(chain, key, page, None))
+        chain.queued += 1
+
+    def forget(self, name: Hashable) -> None:
         """The request ended: what is queued goes on, the rest is dropped, and nothing is sent again."""
-        chain = self._chains.pop(request, None)
+        chain = self._chains.pop(name, None)
         if chain is not None:
             chain.live = False
-            self._behind.pop(request, None)
+            self._behind.pop(name, None)
             self.dropped += len(chain.blocks) - chain.queued
 
     def take(self) -> Block:
         """The next block to copy: one whose page is pinned, else one that had found no room."""
         if self._todo:
             return self._todo.popleft()
-        request, chain = next(iter(self._behind.items()))
+        name, chain = next(iter(self._behind.items()))
         # A copy: after a restart the original may still be on its way.
         block = self._queued(replace(chain.blocks[chain.queued], data=b""), pinned=False)
         if chain.queued == len(chain.blocks):
-            del self._behind[request]
+            del self._behind[name]
         return block
 
     def _queued(self, block: Block, pinned: bool) -> Block:
@@ -158,7 +157,7 @@ class Outbox:
         self._todo, self._ready = (deque(self._without_live(queue)) for queue in (self._todo, self._ready))
         for chain in self._chains.values():
             chain.queued = 0
-        self._behind = {request: chain for request, chain in self._chains.items() if chain.blocks}
+        self._behind = {name: chain for name, chain in self._chains.items() if chain.blocks}
 
     def _without_live(self, queue: deque[Block]) -> list[Block]:
         left = []

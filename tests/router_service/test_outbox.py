@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kv_service.client import Key
 from router_service.outbox import BATCH_BYTES, Outbox
 
 
-def child(before: Key | None, token_ids: Sequence[int]) -> Key:
-    parent = before.digest if before else b""
-    return Key(parent + bytes(token_ids), parent, tuple(token_ids))
+def key(request: int, index: int) -> Key:
+    return Key(bytes([request, index]), bytes([request, index - 1]) if index else b"", (request, index))
 
 
 def outbox(room: int = 10) -> Outbox:
-    return Outbox(child, room)
+    return Outbox(room)
 
 
 def offer(box: Outbox, request: int, index: int) -> bool:
-    return box.offer(request, index, [request, index], 10 * request + index, None)
+    return box.offer(request, key(request, index), 10 * request + index, None)
 
 
 def copy_all(box: Outbox, data: bytes = b"data") -> list[int]:
@@ -133,7 +130,16 @@ def test_batches_are_bounded() -> None:
     assert len(box.batch()) == 1
 
 
-def test_a_gap_is_dropped() -> None:
+def test_adopted_blocks_are_sent_only_after_a_restart() -> None:
     box = outbox()
-    assert offer(box, 1, 1) is False
-    assert (box.dropped, box.waiting) == (1, 0)
+    for index in range(2):
+        box.adopt(1, key(1, index), 10 + index)
+    assert not box.copyable
+    assert offer(box, 1, 2) is True
+    copy_all(box)
+    assert send_all(box) == [(1, 2)]
+    box.restart()
+    assert copy_all(box) == [10, 11, 12]
+    assert send_all(box) == [(1, 0), (1, 1), (1, 2)]
+    box.forget(1)
+    assert (box.dropped, box.used, box.waiting) == (0, 0, 0)

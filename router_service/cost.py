@@ -1,0 +1,60 @@
+"""Load a cached prefix, or compute it again? Pure: what was measured comes in as arguments.
+
+Both sides are rates over recent work: tokens per second of prefill, bytes per second of loads (waiting included). A load is
+worth it when it takes less time than computing the tokens it saves. Before both are known, loading is tried, which measures
+it; and one load in `PROBE` that does not seem worth it is made all the same, so that a service that became faster is noticed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+PROBE = 16
+PATIENCE = 2.0
+"""A load is given up when it takes this many times as long as computing would."""
+LEAST_S = 0.25
+"""But not before this: small estimates are mostly noise."""
+
+
+@dataclass(slots=True)
+class Rate:
+    """Amount per second over recent observations, large ones counting more. `keep`: what an observation leaves of the past."""
+
+    keep: float = 0.8
+    amount: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        """One observation."""
+        self.amount = self.keep * self.amount + amount
+        self.seconds = self.keep * self.seconds + seconds
+
+    def time(self, amount: float) -> float | None:
+        """Seconds that `amount` would take; None while nothing is known."""
+        return amount * self.seconds / self.amount if self.amount > 0 and self.seconds > 0 else None
+
+
+@dataclass(slots=True)
+class FetchCost:
+    """Decides for one router. `timeout_s` bounds every load."""
+
+    block_bytes: int
+    page_size: int
+    timeout_s: float
+    prefill: Rate = field(default_factory=Rate)
+    load: Rate = field(default_factory=Rate)
+    unworthy: int = 0  # in a row
+
+    def worth(self, blocks: int) -> bool:
+        """Whether loading so many blocks is faster than computing them, or is to be measured."""
+        compute, load = self.prefill.time(blocks * self.page_size), self.load.time(blocks * self.block_bytes)
+        if compute is None or load is None or load < compute:
+            self.unworthy = 0
+            return True
+        self.unworthy = (self.unworthy + 1) % PROBE
+        return self.unworthy == 0
+
+    def limit_s(self, blocks: int) -> float:
+        """Seconds after which loading so many blocks is given up."""
+        compute = self.prefill.time(blocks * self.page_size)
+        return self.timeout_s if compute is None else min(self.timeout_s, max(LEAST_S, PATIENCE * compute))

@@ -1,0 +1,215 @@
+"""Sealed blocks on their way to one KV service, in the background.
+
+Two threads, so that a slow service never holds pages: one copies the bytes of offered blocks out of their pages, the other
+sends them. The engine only appends to a list. While the service is away its heartbeat is tried with backoff; the outbox
+keeps what fits its budget and drops, counted, what does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from forefetch.errors import Cancelled, DeadlineExceeded, ForefetchError, Overloaded, Unavailable
+from forefetch.telemetry import names
+from forefetch.telemetry.context import SpanContext, to_metadata
+from forefetch.v1 import router_pb2
+from kv_service.client import CALL_S, TRANSFER_S, Key
+from router_service.outbox import Block, Outbox
+from router_service.replicas import Replica
+
+if TYPE_CHECKING:
+    from forefetch.telemetry.spans import Exporter
+
+_log = logging.getLogger(__name__)
+HEARTBEAT_S = 1.0
+"""How often an idle hand-over asks whether the service is still the same instance."""
+BACKOFF_S = (0.1, 2.0)
+ATTEMPTS = 4
+"""Sends of one batch to a service that answers its heartbeat, before the batch is dropped."""
+_PASSING = (Unavailable, DeadlineExceeded, Overloaded, Cancelled)
+
+
+class Lane:
+    """One KV service's blocks. `offer`, `adopt`, `forget` and `unpinned` are for the engine's thread and never wait."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        room: int,
+        read_block: Callable[[int], bytes],
+        exporter: Exporter | None = None,
+        transfer_s: float = TRANSFER_S,
+    ) -> None:
+        """`room`: most blocks that wait. `read_block(page)` gives the bytes of a sealed page, on any thread.
+        `transfer_s`: deadline of a send."""
+        self._replica, self._client = replica, replica.connect()
+        self._read_block, self._exporter, self._transfer_s = read_block, exporter, transfer_s
+        self._call_s = min(CALL_S, transfer_s)
+        self._outbox = Outbox(room)
+        self._changed = threading.Condition()
+        self._closing = False
+        self._instance_id = ""
+        self._attempts = 0
+        self._copier = threading.Thread(target=self._copy_loop, name="kv-copy", daemon=True)
+        self._sender = threading.Thread(target=self._send_loop, name="kv-send", daemon=True)
+        self._copier.start()
+        self._sender.start()
+
+    # ---- the engine's thread ----
+
+    def offer(self, chain: Hashable, key: Key, page: int, trace: SpanContext | None = None) -> bool:
+        """The next sealed block of a chain, whose page the caller has pinned. False: take the pin off, now.
+
+        `trace`: the request's span, if it is sampled.
+        """
+        with self._changed:
+            if self._closing:
+                return False
+            queued = self._outbox.offer(chain, key, page, trace)
+            self._changed.notify_all()
+        return queued
+
+    def adopt(self, chain: Hashable, key: Key, page: int) -> None:
+        """The chain's next block was loaded from this service into `page`."""
+        with self._changed:
+            self._outbox.adopt(chain, key, page)
+
+    def forget(self, chain: Hashable) -> None:
+        """Its request ended. To be called before anything else is written to its pages."""
+        with self._changed:
+            self._outbox.forget(chain)
+
+    def unpinned(self) -> list[int]:
+        """Pages whose pins are to be taken off, each reported once."""
+        if not self._outbox.unpinned:
+            return []
+        with self._changed:
+            pages, self._outbox.unpinned = self._outbox.unpinned, []
+        return pages
+
+    # ---- any thread ----
+
+    def status(self) -> router_pb2.KvStatus:
+        """Counters since start."""
+        with self._changed:
+            return router_pb2.KvStatus(
+                address=self._replica.address,
+                up=self._replica.up,
+                blocks_sent=self._outbox.sent,
+                blocks_dropped=self._outbox.dropped,
+                blocks_waiting=self._outbox.waiting,
+                reconnects=self._outbox.restarts,
+            )
+
+    def close(self, timeout_s: float) -> None:
+        """Sends what is queued, for at most `timeout_s`, and ends the threads."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._sender.join(timeout_s)
+        self._client.close()  # ends a call that is still running
+        self._sender.join(timeout_s)
+        self._copier.join(timeout_s)
+
+    # ---- the copying thread ----
+
+    def _copy_loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._outbox.copyable)
+                if not self._outbox.copyable or (self._closing and not self._sender.is_alive()):
+                    return
+                block = self._outbox.take()
+            data = self._bytes_of(block)
+            with self._changed:
+                self._outbox.copied(block, data)
+                self._changed.notify_all()
+
+    def _bytes_of(self, block: Block) -> bytes:
+        try:
+            return self._read_block(block.page)
+        except Exception:
+            _log.exception("page %d could not be read for the KV service", block.page)
+            return b""
+
+    # ---- the sending thread ----
+
+    def _send_loop(self) -> None:
+        backoff = BACKOFF_S[0]
+        going = True
+        while going:
+            try:
+                self._greet()
+                if self._outbox.ready:
+                    self._send()
+                backoff, going = BACKOFF_S[0], self._wait()
+            except ForefetchError as error:
+                self._replica.is_up(False, str(error))
+                with self._changed:
+                    going = not self._changed.wait_for(lambda: self._closing, backoff)
+                backoff = min(2 * backoff, BACKOFF_S[1])
+
+    def _wait(self) -> bool:
+        """Until there is something to send, or for a heartbeat; False when it is time to end."""
+        outbox = self._outbox
+        with self._changed:
+            self._changed.wait_for(lambda: outbox.ready or (self._closing and not outbox.used), HEARTBEAT_S)
+            return not self._closing or outbox.used > 0
+
+    def _greet(self) -> None:
+        """Asks who is there; another instance than before holds nothing of what was sent."""
+        info = self._client.describe(self._call_s)
+        self._replica.is_up(True)
+        with self._changed:
+            if self._instance_id not in ("", info.instance_id):
+                self._outbox.restart()
+                self._changed.notify_all()
+            self._instance_id = info.instance_id
+
+    def _send(self) -> None:
+        """Sends one batch. Raises, with the batch back in the outbox, when it is worth another try."""
+        with self._changed:
+            blocks = self._outbox.batch()
+        stored = 0
+        try:
+            stored = self._put(blocks)
+        except ForefetchError as error:
+            self._attempts += 1
+            if isinstance(error, _PASSING) and self._attempts < ATTEMPTS:
+                with self._changed:
+                    self._outbox.put_back(blocks)
+                raise
+            _log.warning("%d blocks for the KV service are given up: %s", len(blocks), error)
+        self._attempts = 0
+        with self._changed:
+            self._outbox.finish(blocks, stored)
+            self._changed.notify_all()  # there is room again
+
+    def _put(self, blocks: Sequence[Block]) -> int:
+        """How many of the blocks the service holds now. What it holds already, a common prompt say, is not sent."""
+        missing: list[Block] = []
+        for run in _runs(blocks):
+            missing += run[self._client.look_up([block.key for block in run], self._call_s) :]
+        if not missing:
+            return len(blocks)
+        trace = next((block.trace for block in missing if block.trace and block.trace.sampled), None)
+        with self._exporter.client_span(names.KV_PUT, trace) if self._exporter and trace else nullcontext(trace) as span:
+            pairs = ((block.key, block.data) for block in missing)
+            _, refused = self._client.put(pairs, self._transfer_s, to_metadata(span))
+        return len(blocks) - refused
+
+
+def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Cut where a block is not the child of the one before."""
+    runs: list[list[Block]] = []
+    for block in blocks:
+        if runs and block.key.parent == runs[-1][-1].key.digest:
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    return runs

@@ -1,0 +1,140 @@
+"""Cached prefixes on their way from the KV services into a request's pages, in the background.
+
+The engine gives an admitted request here and plans nothing for it until it is back. A load ends after the blocks that arrived
+whole and in time, be it none: whatever goes wrong is a miss, counted by its reason, and the rest is computed. The pages are
+pinned meanwhile, so that a request that ends early does not leave them to others while bytes still arrive.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from forefetch.errors import DeadlineExceeded, ForefetchError
+from forefetch.telemetry import names
+from forefetch.telemetry.context import SpanContext, to_metadata
+from kv_service.client import CALL_S, Key, Metadata
+from router_service.cost import FetchCost
+from router_service.replicas import Replicas
+
+if TYPE_CHECKING:
+    from forefetch.telemetry.spans import Exporter
+
+_log = logging.getLogger(__name__)
+THREADS = 4
+"""Loads at a time; more wait, and their waiting counts as time of the load."""
+BATCH_BYTES = 16 << 20
+"""Most bytes asked for in one call, unless a single block has more: what a load holds in memory."""
+
+
+@dataclass(eq=False)
+class Load:
+    """One request's prefix. `blocks` and `missed` are its outcome: what is in the pages, and why there is no more."""
+
+    request: int
+    keys: Sequence[Key]
+    pages: Sequence[int]
+    started: float
+    deadline: float
+    trace: SpanContext | None = None
+    cancelled: bool = False
+    blocks: int = 0
+    missed: str = ""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it is given up."""
+        return self.deadline - monotonic()
+
+
+@dataclass
+class Counts:
+    """Since start."""
+
+    loads: int = 0
+    blocks: int = 0
+    bytes: int = 0
+    skipped: int = 0
+    missed: Counter[str] = field(default_factory=Counter)
+
+
+class Prefix:
+    """`begin` and `finished` are for the engine's thread and never wait. `changed` is called when a load has ended."""
+
+    def __init__(
+        self, replicas: Replicas, cost: FetchCost, write_block: Callable[[int, bytes], None], exporter: Exporter | None = None
+    ) -> None:
+        self.cost, self.counts = cost, Counts()
+        self.changed: Callable[[], None] = lambda: None
+        self._replicas, self._write_block, self._exporter = replicas, write_block, exporter
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-load")
+        self._ended: deque[Load] = deque()
+
+    # ---- the engine's thread ----
+
+    def begin(self, request: int, keys: Sequence[Key], pages: Sequence[int], trace: SpanContext | None = None) -> Load | None:
+        """Starts loading blocks into pages that the caller has pinned until `finished` has it; None: not worth it."""
+        if not keys:
+            return None
+        if not self.cost.worth(len(keys)):
+            self.counts.skipped += 1
+            return None
+        now = monotonic()
+        load = Load(request, keys, pages, now, now + self.cost.limit_s(len(keys)), trace)
+        self._pool.submit(self._run, load)
+        return load
+
+    def finished(self) -> list[Load]:
+        """Loads that have ended, each reported once."""
+        loads = []
+        while self._ended:
+            loads.append(self._ended.popleft())
+        return loads
+
+    def close(self) -> None:
+        """Ends the threads; running calls must have been ended through their clients."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # ---- the loading threads ----
+
+    def _run(self, load: Load) -> None:
+        try:
+            with self._span(load) as span:
+                load.missed = self._load(load, to_metadata(span))
+        except DeadlineExceeded:
+            load.missed = "late"
+        except ForefetchError as error:
+            load.missed = error.code.lower()
+        except Exception:
+            _log.exception("a cached prefix could not be loaded")
+            load.missed = "internal"
+        self._ended.append(load)
+        self.changed()
+
+    def _span(self, load: Load) -> AbstractContextManager[SpanContext | None]:
+        if self._exporter and load.trace:
+            return self._exporter.client_span(names.KV_FETCH, load.trace)
+        return nullcontext(load.trace)
+
+    def _load(self, load: Load, metadata: Metadata) -> str:
+        """Why not every block was loaded, "" when all were."""
+        if load.cancelled or load.left_s <= 0:
+            return "cancelled" if load.cancelled else "late"
+        held = self._replicas.look_up(load.keys, min(CALL_S, load.left_s), metadata)
+        if not held:
+            return "absent"
+        began, size = monotonic(), self.cost.block_bytes
+        try:
+            for replica, run in self._replicas.runs(load.keys[:held]):
+                for first in range(0, len(run), self._batch):
+                    wanted = run[first : first + self._batch]
+                    ...
+        finally:
+            self.cost.load.add(load.blocks * size, monotonic() - began)
+        return "" if held == len(load.keys) else "absent"
