@@ -21,12 +21,10 @@ from forefetch.v1 import router_pb2_grpc
 from router_service import build
 from router_service.config import RouterConfig
 from router_service.engine import Engine, Parts
-from router_service.handover import Handover
 from router_service.recorder import Recorder
 from router_service.server import Deliverer, RouterServicer
 from router_service.status import Status
 from router_service.text import Text
-from router_service.trunk import Trunk
 from router_service.workers import Workers
 
 SERVICE = "forefetch.v1.RouterService"
@@ -43,10 +41,10 @@ async def serve(config: RouterConfig) -> None:
     scheduler = build.scheduler(config, sizes)
     registry = new_registry()
     recorder = _recorder(config, spec, dispatch.workers, registry)
-    handover = _handover(config, spec, checkpoint.digest, trunk, recorder) if config.kv else None
-    parts = Parts(trunk, build.buffers(config, sizes, placement), dispatch, dispatch.workers, scheduler, recorder, handover)
+    kv = build.kv(config, spec, checkpoint.digest, trunk, scheduler.pool, recorder.exporter) if config.kv else None
+    parts = Parts(trunk, build.buffers(config, sizes, placement), dispatch, dispatch.workers, scheduler, recorder, kv)
     engine = Engine(parts, Deliverer(asyncio.get_running_loop()), config.worker_grace_s)
-    status = Status(config, spec, checkpoint.digest, placement, limits, scheduler, dispatch.workers, recorder.metrics, handover)
+    status = Status(config, spec, checkpoint.digest, placement, limits, scheduler, dispatch.workers, recorder.metrics, kv)
     recorder.metrics.export(status.stats)
     SpanMetrics(registry, recorder.exporter)
     servicer = RouterServicer(engine, limits, Text.load(Path(config.model)), recorder, status)
@@ -68,8 +66,8 @@ async def serve(config: RouterConfig) -> None:
     finally:
         await server.stop()
         dispatch.workers.close()
-        if handover is not None:
-            handover.close(timeout_s=2.0)
+        if kv is not None:
+            kv.close(timeout_s=2.0)
         recorder.exporter.close()
 
 
@@ -77,20 +75,6 @@ def _vitals(engine: Engine, step_timeout_s: float) -> rpc.Vitals:
     """Ready while every expert has a worker; alive while steps follow one another. A lost worker is no illness of ours."""
     pulse = rpc.Pulse(lambda: engine.progress, lambda: engine.working, max(60.0, 3 * step_timeout_s))
     return rpc.Vitals(ready=lambda: engine.ready, alive=lambda: engine.running and pulse())
-
-
-def _handover(config: RouterConfig, spec: ModelSpec, digest: str, trunk: Trunk, recorder: Recorder) -> Handover:
-    return Handover.of(
-        config.kv,
-        rpc.tls_of(config),
-        spec=spec,
-        digest=digest,
-        kv_format=str(trunk.cache.dtype).removeprefix("torch."),
-        page_size=config.page_size,
-        budget_bytes=config.handover_mb * 2**20,
-        read_block=trunk.cache.read_block,
-        exporter=recorder.exporter,
-    )
 
 
 def _recorder(config: RouterConfig, spec: ModelSpec, workers: Workers, registry: CollectorRegistry) -> Recorder:

@@ -13,13 +13,20 @@ from forefetch import rpc
 from forefetch.device import place
 from forefetch.errors import ConfigError
 from forefetch.spec import ModelSpec, read_json
+from forefetch.telemetry.spans import Exporter
 from forefetch.weights import Checkpoint
 from router_service.admission import Limits, default_sampling
 from router_service.batch import StepBuffers
 from router_service.cache import KvCache
 from router_service.config import RouterConfig
+from router_service.cost import FetchCost
 from router_service.dispatch import Dispatch
+from router_service.handover import Handover
+from router_service.kv import KvSide
+from router_service.naming import Naming
 from router_service.pages import PagePool
+from router_service.prefix import Prefix
+from router_service.replicas import Replicas
 from router_service.scheduler import Scheduler
 from router_service.trunk import Trunk
 from router_service.workers import Workers
@@ -110,6 +117,27 @@ def buffers(config: RouterConfig, sizes: Sizes, placement: Placement) -> StepBuf
         device=placement.device,
         buckets=config.buckets(placement.device.type),
     )
+
+
+def kv(
+    config: RouterConfig, spec: ModelSpec, digest: str, trunk: Trunk, pool: PagePool, exporter: Exporter | None = None
+) -> KvSide:
+    """The way to the KV services: hand-over of sealed blocks, loading of prefixes."""
+    cache, replicas = trunk.cache, Replicas(config.kv_addresses(), rpc.tls_of(config))
+    kv_format, params = str(cache.dtype).removeprefix("torch."), f"computed in {trunk.dtype}"
+    # Segments are named differently from whole chains: routers that cut must not meet blocks of routers that do not.
+    params += " cut" if len(replicas.all) > 1 else ""
+    handover = Handover(
+        replicas,
+        block_bytes=cache.block_bytes,
+        budget_bytes=config.handover_mb * 2**20,
+        read_block=cache.read_block,
+        exporter=exporter,
+    )
+    cost = FetchCost(cache.block_bytes, config.page_size, config.kv_fetch_s)
+    prefix = Prefix(replicas, cost, cache.write_block, exporter) if config.kv_fetch_s else None
+    naming = Naming.of(spec, digest, kv_format, params, config.page_size)
+    return KvSide(naming, replicas, handover, prefix, pool)
 
 
 def dispatch(config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, placement: Placement) -> Dispatch:

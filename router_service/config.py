@@ -49,7 +49,17 @@ class RouterConfig(ServiceConfig):
         """Device slots of the local worker: a share of its experts, or a count. Ignored when --workers names
         addresses.""",
     )
-    kv: str = setting("", "host:port of the KV service that takes sealed blocks. Unset: none.")
+    kv: str = setting(
+        "",
+        """KV services as host:port,host:port. They take sealed blocks and give them back to later requests with the same
+        beginning. Blocks and sessions are spread over them by their addresses as written here, so every router must write
+        the same. Unset: none.""",
+    )
+    kv_fetch_s: float = setting(
+        5.0,
+        """Most seconds that a request waits for cached blocks of its prompt; what has not come by then is computed. Less
+        when computing is estimated to take less. 0: prompts are always computed.""",
+    )
     kv_format: str = setting(
         "auto",
         """How K and V are kept. auto: the compute type, nothing is rounded. float16 halves float32's memory, is
@@ -128,7 +138,7 @@ class RouterConfig(ServiceConfig):
         for name in (*positive, "trace_requests", "handover_mb"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be at least 1")
-        for name in ("max_context", "threads", "worker_grace_s", "start_timeout_s"):
+        for name in ("max_context", "threads", "worker_grace_s", "start_timeout_s", "kv_fetch_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: must not be negative")
         if self.step_timeout_s <= 0:
@@ -140,6 +150,7 @@ class RouterConfig(ServiceConfig):
             )
         self.buckets("cpu")
         self.addresses()
+        self.kv_addresses()
 
     def buckets(self, device: str) -> tuple[int, ...]:
         """The row counts that steps are padded to on `device`; empty: no padding."""
@@ -157,11 +168,17 @@ class RouterConfig(ServiceConfig):
 
     def addresses(self) -> tuple[str, ...]:
         """The workers' addresses; empty for the local worker."""
-        if self.workers == "local":
-            return ()
-        addresses = tuple(part.strip() for part in self.workers.split(",") if part.strip())
-        if not addresses or any(":" not in address for address in addresses):
-            raise ConfigError("--workers: must be local or host:port,host:port")
-        if len(set(addresses)) != len(addresses):
-            raise ConfigError("--workers: names an address twice")
-        return addresses
+        return () if self.workers == "local" else _addresses("--workers", self.workers, "local or host:port,host:port")
+
+    def kv_addresses(self) -> tuple[str, ...]:
+        """The KV services' addresses; empty: none."""
+        return _addresses("--kv", self.kv, "host:port,host:port") if self.kv else ()
+
+
+def _addresses(flag: str, text: str, form: str) -> tuple[str, ...]:
+    addresses = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not addresses or any(":" not in address for address in addresses):
+        raise ConfigError(f"{flag}: must be {form}")
+    if len(set(addresses)) != len(addresses):
+        raise ConfigError(f"{flag}: names an address twice")
+    return addresses

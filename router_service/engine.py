@@ -18,7 +18,7 @@ from forefetch.telemetry.ring import StepStamps, Timings
 from router_service.answer import Answer, FinishOut, TokenOut
 from router_service.batch import StepBuffers
 from router_service.dispatch import Dispatch
-from router_service.handover import Handover
+from router_service.kv import KvSide
 from router_service.recorder import Recorder
 from router_service.sampling import Sampled, sample
 from router_service.scheduler import Plan, Request, Scheduler
@@ -43,7 +43,7 @@ class Parts:
     workers: Workers
     scheduler: Scheduler
     recorder: Recorder
-    handover: Handover | None = None
+    kv: KvSide | None = None
 
 
 @dataclass
@@ -76,6 +76,8 @@ class Engine:
     def start(self) -> None:
         """Starts the thread."""
         self.parts.workers.changed = self._wake.set
+        if self.parts.kv:
+            self.parts.kv.on_change(self._wake.set)
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
@@ -165,14 +167,15 @@ class Engine:
     def _schedule(self) -> Plan | None:
         """Ends what was cancelled or expired, admits what fits, plans. None: nothing to do, or a worker is missing."""
         now, scheduler = monotonic(), self.parts.scheduler
-        if self.parts.handover:
-            for page in self.parts.handover.unpinned():
-                scheduler.pool.unpin(page)
+        if self.parts.kv:
+            self.parts.kv.settle()
         with self._lock:
-            ended = scheduler.reap(now)
-            for request in scheduler.admit(now):
-                self.parts.recorder.admitted(request)
+            ended, admitted = scheduler.reap(now), scheduler.admit(now)
         self._end(ended)
+        for request in admitted:
+            self.parts.recorder.admitted(request)
+            if self.parts.kv:
+                self.parts.kv.admitted(request, self.parts.recorder.context(request))
         if not self._workers_complete(now):
             return None
         return scheduler.plan()
@@ -209,7 +212,11 @@ class Engine:
         """Commits the step and hands out its events."""
         choosing = [chunk.request for chunk in plan.chunks if chunk.samples]
         self.parts.recorder.stepped(self._step, plan, timings)
-        self._hand_over(self.parts.scheduler.commit(plan, sampled.ids))
+        sealed = self.parts.scheduler.commit(plan, sampled.ids)
+        if self.parts.kv:
+            self.parts.kv.computed(plan, timings.total_ns)
+            for request, first in sealed:
+                self.parts.kv.sealed(request, first, self.parts.recorder.context(request))
         deliveries: list[Delivery] = []
         for row, request in enumerate(choosing):
             if row in sampled.bad:
@@ -226,19 +233,6 @@ class Engine:
                 self.parts.recorder.finished(request, "OK", finish.reason)
         self.deliver(deliveries)
 
-    def _hand_over(self, sealed: list[tuple[Request, int]]) -> None:
-        """Offers blocks that this step sealed to the KV service; their pages stay pinned until the bytes are copied."""
-        if self.parts.handover is None:
-            return
-        size, pool, handover = self.parts.scheduler.page_size, self.parts.scheduler.pool, self.parts.handover
-        for request, first in sealed:
-            trace = self.parts.recorder.context(request)
-            for block in range(first, request.computed // size):
-                page, tokens = request.pages[block], request.tokens[block * size : (block + 1) * size]
-                pool.pin(page)
-                if not handover.offer(request.key, block, tokens, page, trace):
-                    pool.unpin(page)
-
     def _end(self, ended: list[tuple[Request, ForefetchError]], remove: bool = False) -> None:
         """Tells streams that their requests ended in an error."""
         deliveries: list[Delivery] = []
@@ -254,8 +248,8 @@ class Engine:
             del self._streams[request]
             if remove:
                 self.parts.scheduler.remove(request, monotonic())
-        if self.parts.handover:
-            self.parts.handover.forget(request.key)
+        if self.parts.kv:
+            self.parts.kv.ended(request)
 
     def _end_all(self, error: ForefetchError) -> None:
         with self._lock:

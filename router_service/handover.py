@@ -1,4 +1,4 @@
-"""Sealed blocks on their way to the KV services: which block goes down which lane. For the engine's thread; nothing here waits."""
+"""Sealed blocks on their way to the KV services: which block goes down which lane. For the engine's thread; never waits."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Handover:
 
     def offer(self, request: int, block: int, key: Key, page: int, trace: SpanContext | None = None) -> bool:
         """A request's next sealed block, whose page the caller has pinned. False: take the pin off, now."""
-        lane, segment, key = self._place(request, block, key)
-        return lane.offer((request, segment), key, page, trace)
+        lane, segment, name = self._place(request, block, key)
+        return lane.offer((request, segment), name, page, trace)
 
     def adopt(self, request: int, keys: Sequence[Key], pages: Sequence[int]) -> None:
         """The request's first blocks were loaded into `pages`; they are sent only if their service loses them."""
-        for block, (key, page) in enumerate(zip(keys, pages, strict=True)):
-            lane, segment, key = self._place(request, block, key)
+        for block, page in enumerate(pages):
+            lane, segment, key = self._place(request, block, keys[block])
             lane.adopt((request, segment), key, page)
 
     def _place(self, request: int, block: int, key: Key) -> tuple[Lane, int, Key]:
@@ -56,8 +56,7 @@ class Handover:
         lanes = self._segments.setdefault(request, [])
         if block == first:
             lanes.append(self.lanes[owner(key.digest, self._addresses)])
-            key = as_first(key)
-        return lanes[segment], segment, key
+        return lanes[segment], segment, as_first(key) if block == first else key
 
     def forget(self, request: int) -> None:
         """The request ended. To be called before anything else is written to its pages."""
@@ -74,5 +73,7 @@ class Handover:
 
     def close(self, timeout_s: float) -> None:
         """Sends what is queued, for at most `timeout_s`, and ends the threads."""
+        for lane in self.lanes:
+            lane.end()
         for lane in self.lanes:
             lane.close(timeout_s)

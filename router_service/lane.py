@@ -94,10 +94,10 @@ class Lane:
 
     # ---- any thread ----
 
-    def status(self) -> router_pb2.KvStatus:
+    def status(self) -> router_pb2.KvReplica:
         """Counters since start."""
         with self._changed:
-            return router_pb2.KvStatus(
+            return router_pb2.KvReplica(
                 address=self._replica.address,
                 up=self._replica.up,
                 blocks_sent=self._outbox.sent,
@@ -106,11 +106,15 @@ class Lane:
                 reconnects=self._outbox.restarts,
             )
 
-    def close(self, timeout_s: float) -> None:
-        """Sends what is queued, for at most `timeout_s`, and ends the threads."""
+    def end(self) -> None:
+        """Takes nothing more."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """Sends what is queued, for at most `timeout_s`, and ends the threads."""
+        self.end()
         self._sender.join(timeout_s)
         self._client.close()  # ends a call that is still running
         self._sender.join(timeout_s)

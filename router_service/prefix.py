@@ -11,7 +11,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from forefetch.telemetry import names
 from forefetch.telemetry.context import SpanContext, to_metadata
 from kv_service.client import CALL_S, Key, Metadata
 from router_service.cost import FetchCost
-from router_service.replicas import Replicas
+from router_service.replicas import Replica, Replicas
 
 if TYPE_CHECKING:
     from forefetch.telemetry.spans import Exporter
@@ -35,15 +35,16 @@ BATCH_BYTES = 16 << 20
 
 @dataclass(eq=False)
 class Load:
-    """One request's prefix. `blocks` and `missed` are its outcome: what is in the pages, and why there is no more."""
+    """One request's prefix: at most `len(pages)` blocks. `name` gives their keys, on the loading thread, because hashing a long
+    prompt takes a while. `blocks` and `missed` are the outcome: what is in the pages, and why there is no more."""
 
     request: int
-    keys: Sequence[Key]
+    name: Callable[[], list[Key]]
     pages: Sequence[int]
-    started: float
     deadline: float
     trace: SpanContext | None = None
     cancelled: bool = False
+    keys: list[Key] = field(default_factory=list)
     blocks: int = 0
     missed: str = ""
 
@@ -59,7 +60,6 @@ class Counts:
 
     loads: int = 0
     blocks: int = 0
-    bytes: int = 0
     skipped: int = 0
     missed: Counter[str] = field(default_factory=Counter)
 
@@ -78,15 +78,16 @@ class Prefix:
 
     # ---- the engine's thread ----
 
-    def begin(self, request: int, keys: Sequence[Key], pages: Sequence[int], trace: SpanContext | None = None) -> Load | None:
-        """Starts loading blocks into pages that the caller has pinned until `finished` has it; None: not worth it."""
-        if not keys:
+    def begin(
+        self, request: int, name: Callable[[], list[Key]], pages: Sequence[int], trace: SpanContext | None = None
+    ) -> Load | None:
+        """Starts loading blocks into pages, which the caller pins until `finished` has it; None: not worth it."""
+        if not pages:
             return None
-        if not self.cost.worth(len(keys)):
+        if not self.cost.worth(len(pages)):
             self.counts.skipped += 1
             return None
-        now = monotonic()
-        load = Load(request, keys, pages, now, now + self.cost.limit_s(len(keys)), trace)
+        load = Load(request, name, pages, monotonic() + self.cost.limit_s(len(pages)), trace)
         self._pool.submit(self._run, load)
         return load
 
@@ -94,7 +95,12 @@ class Prefix:
         """Loads that have ended, each reported once."""
         loads = []
         while self._ended:
-            loads.append(self._ended.popleft())
+            load = self._ended.popleft()
+            self.counts.loads += load.blocks > 0
+            self.counts.blocks += load.blocks
+            if load.missed:
+                self.counts.missed[load.missed] += 1
+            loads.append(load)
         return loads
 
     def close(self) -> None:
@@ -123,18 +129,43 @@ class Prefix:
         return nullcontext(load.trace)
 
     def _load(self, load: Load, metadata: Metadata) -> str:
-        """Why not every block was loaded, "" when all were."""
-        if load.cancelled or load.left_s <= 0:
-            return "cancelled" if load.cancelled else "late"
+        """Looks up, then loads what is worth it. Returns why there is no more, "" when all blocks were loaded."""
+        load.keys = load.name()
+        if stop := _stopped(load):
+            return stop
         held = self._replicas.look_up(load.keys, min(CALL_S, load.left_s), metadata)
         if not held:
             return "absent"
-        began, size = monotonic(), self.cost.block_bytes
+        if not self.cost.worth(held):
+            return "slow"
+        began = monotonic()
         try:
             for replica, run in self._replicas.runs(load.keys[:held]):
-                for first in range(0, len(run), self._batch):
-                    wanted = run[first : first + self._batch]
-                    ...
+                if reason := self._load_run(load, replica, run, metadata):
+                    return reason
         finally:
-            self.cost.load.add(load.blocks * size, monotonic() - began)
+            self.cost.load.add(load.blocks * self.cost.block_bytes, monotonic() - began)
         return "" if held == len(load.keys) else "absent"
+
+    def _load_run(self, load: Load, replica: Replica, run: Sequence[Key], metadata: Metadata) -> str:
+        """Blocks of one service, a call's worth at a time."""
+        size = self.cost.block_bytes
+        batch = max(1, BATCH_BYTES // size)
+        for first in range(0, len(run), batch):
+            if stop := _stopped(load):
+                return stop
+            wanted = run[first : first + batch]
+            blocks = replica.client.get(wanted, load.left_s, metadata)
+            for block in blocks:
+                if len(block) != size:
+                    return "mismatch"
+                self._write_block(load.pages[load.blocks], block)
+                load.blocks += 1
+            if len(blocks) < len(wanted):
+                return _stopped(load) or "broken"
+        return ""
+
+
+def _stopped(load: Load) -> str:
+    """Why a load is to end now."""
+    return "cancelled" if load.cancelled else "late" if load.left_s <= 0 else ""

@@ -51,7 +51,7 @@ class Recorder:
         """It got a token."""
         now = perf_counter_ns()
         since, self._last_token[request] = now - self._last_token[request], now
-        if request.generated == 1:
+        if request.first:
             self.metrics.first_token(self._operations[request], since)
         else:
             self.metrics.token(self._operations[request], since)
@@ -67,6 +67,7 @@ class Recorder:
             finish_reason=reason,
             prompt_tokens=len(request.prompt),
             completion_tokens=request.generated,
+            cached_tokens=request.cached,
             replayed_steps=request.replayed_steps,
         )
         operation = self._operations.pop(request)

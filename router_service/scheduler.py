@@ -20,7 +20,11 @@ from router_service.pages import PagePool
 
 @dataclass(eq=False)
 class Request:
-    """A request in the engine. `tokens` is the prompt followed by the answer; K and V of `tokens[:computed]` are committed."""
+    """A request in the engine. `tokens` is the prompt followed by the answer; K and V of `tokens[:computed]` are committed.
+
+    `known`: tokens of the answer that were there when the request came, because it goes on with a session. `loading`: its
+    cached prefix is on its way, nothing is computed for it. `cached`: tokens that came from a cache.
+    """
 
     key: int
     request_id: str
@@ -34,14 +38,35 @@ class Request:
     started: float | None = None
     cancelled: bool = False
     replayed_steps: int = 0
+    tenant: str = ""
+    known: tuple[int, ...] = ()
+    loading: bool = False
+    loaded_blocks: int = 0
+    cached: int = 0
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
+        self.tokens = [*self.prompt, *self.known]
 
     @property
     def generated(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - len(self.prompt)
+
+    @property
+    def decoding(self) -> bool:
+        """Only the answer's last token is left to compute."""
+        return self.generated > 0 and self.computed == len(self.tokens) - 1
+
+    @property
+    def first(self) -> bool:
+        """Whether the last token is the first that was generated here."""
+        return self.generated == len(self.known) + 1
+
+    def resume_at(self, tokens: int) -> None:
+        """K and V of the first `tokens` are in the pages. The last token's are computed in any case: its row is what chooses
+        the next one."""
+        self.cached = self.computed = min(tokens, len(self.tokens) - 1)
+        self.loading = False
 
     def worst_case_tokens(self) -> int:
         """Positions whose K and V may be written: the last token's never are."""
@@ -131,12 +156,13 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """The next step, or None when nothing runs."""
         decodes, prefills, left = [], [], self.max_step_tokens
-        for request in self.running:
-            if request.computed == len(request.tokens) - 1 and request.generated:
+        ready = [request for request in self.running if not request.loading]
+        for request in ready:
+            if request.decoding:
                 decodes.append(Chunk(request, request.computed, 1))
         left -= len(decodes)
-        for request in self.running:
-            if not request.generated and left > 0:
+        for request in ready:
+            if not request.decoding and left > 0:
                 count = min(left, len(request.tokens) - request.computed)
                 prefills.append(Chunk(request, request.computed, count))
                 left -= count

@@ -152,6 +152,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             usage=router_pb2.Usage(
                 prompt_tokens=len(request.prompt),
                 completion_tokens=request.generated,
+                cached_tokens=request.cached,
                 replayed_steps=request.replayed_steps,
             ),
             ttft_ns=first,

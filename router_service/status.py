@@ -12,7 +12,7 @@ from forefetch.version import VERSION
 from router_service.admission import Limits
 from router_service.build import Placement
 from router_service.config import RouterConfig
-from router_service.handover import Handover
+from router_service.kv import KvSide
 from router_service.scheduler import Scheduler
 from router_service.workers import Worker, Workers
 
@@ -29,7 +29,7 @@ class Status:
     scheduler: Scheduler
     workers: Workers
     metrics: RouterMetrics
-    handover: Handover | None
+    kv: KvSide | None
     started: float = field(default_factory=monotonic)
 
     def approximations(self) -> router_pb2.Approximations:
@@ -66,8 +66,8 @@ class Status:
             pages_used=self.scheduler.pool.used,
             workers=map(_worker, self.workers.rows),
         )
-        if self.handover is not None:
-            stats.kv.CopyFrom(self.handover.status())
+        if self.kv is not None:
+            stats.kv.CopyFrom(self.kv.status())
         self.metrics.fill(stats)
         return stats
 

@@ -29,24 +29,15 @@ KERNELS_MAY = ("torch", "triton", "forefetch.kernels")
 ROOMS: dict[str, tuple[str, ...]] = {
     "edge": ("__main__", "server", "client", "links", "hinting", "build", "status"),
     "device": (
-        *(
-            "engine",
-            "trunk",
-            "decoder",
-            "captured",
-            "batch",
-            "cache",
-            "rope",
-            "dispatch",
-            "workers",
-            "sampling",
-            "text",
-            "detokenise",
-        ),
-        *("answer", "recorder", "core", "experts", "handover", "lookahead"),
+        *("engine", "trunk", "decoder", "captured", "batch", "cache", "rope", "dispatch", "workers", "sampling"),
+        *("text", "detokenise", "answer", "recorder", "core", "experts", "lookahead"),
+        *("kv", "handover", "lane", "replicas", "prefix", "naming"),
     ),
     "config": ("config",),
-    "pure": ("__init__", "scheduler", "pages", "admission", "slots", "store", "store_sessions", "keys", "outbox", "intake"),
+    "pure": (
+        *("__init__", "scheduler", "pages", "admission", "slots", "store", "store_sessions", "keys", "outbox", "intake"),
+        *("segments", "cost"),
+    ),
 }
 PURE_MAY_NOT = (
     "grpc",

@@ -146,7 +146,10 @@ def _kv(kv: router_pb2.KvStatus) -> Text:
         return Text("none", "dim")
     state = Text("up" if kv.up else "down", "green" if kv.up else "red")
     blocks = f"{kv.blocks_sent:,} blocks sent, {kv.blocks_waiting:,} waiting, {kv.blocks_dropped:,} dropped"
-    return Text.assemble(f"{kv.address}  ", state, f"  {blocks}, {kv.reconnects:,} reconnects")
+    missed = "".join(f", {count:,} {reason}" for reason, count in sorted(kv.prefix_misses.items()))
+    skipped = f", {kv.prefix_skipped:,} computed sooner" if kv.prefix_skipped else ""
+    prefixes = f"\nprefixes: {kv.prefix_loads:,} loaded ({kv.blocks_loaded:,} blocks){skipped}{missed}"
+    return Text.assemble(f"{kv.address}  ", state, f"  {blocks}, {kv.reconnects:,} reconnects", prefixes)
 
 
 def _workers(stats: Stats) -> Table:

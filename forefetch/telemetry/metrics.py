@@ -239,6 +239,11 @@ _ROUTER: tuple[Row[Any], ...] = (
     (names.KV_DROPPED, _of_kv("blocks_dropped")),
     (names.KV_WAITING, _of_kv("blocks_waiting")),
     (names.KV_RECONNECTS, _of_kv("reconnects")),
+    (names.KV_LOADS, _of_kv("prefix_loads")),
+    (names.KV_LOADED, _of_kv("blocks_loaded")),
+    (names.KV_LOADED_BYTES, _of_kv("bytes_loaded")),
+    (names.KV_PREFIX_MISSES, lambda stats: [((reason,), count) for reason, count in stats.kv.prefix_misses.items()]),
+    (names.KV_SKIPPED, _of_kv("prefix_skipped")),
 )
 _EXPERT: tuple[Row[Any], ...] = (
     (names.EXPERT_CALLS, lambda stats: stats.calls),

@@ -26,6 +26,7 @@ LAYER = "forefetch.layer"  # router: one layer of an outlier step
 EXPERT_CALL = "forefetch.expert_call"  # router: one worker's part in a layer, frame sent to reply read
 EXPERT_FORWARD = "forefetch.expert_forward"  # worker: the same call as the worker timed it, drawn from its reply
 KV_PUT = "forefetch.kv.put"  # router and KV service: sealed blocks on their way
+KV_FETCH = "forefetch.kv_fetch"  # router: a cached prefix, from look-up to the last block in its page
 KV_LOOK_UP = "forefetch.kv.look_up"
 KV_GET = "forefetch.kv.get"
 
@@ -105,6 +106,11 @@ KV_SENT = Metric("forefetch_router_kv_blocks_sent_total", "Sealed blocks handed 
 KV_DROPPED = Metric("forefetch_router_kv_blocks_dropped_total", "Sealed blocks given up because the queue was full.")
 KV_WAITING = Metric("forefetch_router_kv_blocks_waiting", "Sealed blocks waiting to be handed over.")
 KV_RECONNECTS = Metric("forefetch_router_kv_reconnects_total", "Times the KV service came back.")
+KV_LOADS = Metric("forefetch_router_kv_prefix_loads_total", "Requests for which cached blocks were loaded.")
+KV_LOADED = Metric("forefetch_router_kv_blocks_loaded_total", "Cached blocks loaded.")
+KV_LOADED_BYTES = Metric("forefetch_router_kv_bytes_loaded_total", "Bytes of cached blocks loaded.")
+KV_PREFIX_MISSES = Metric("forefetch_router_kv_prefix_misses_total", "Requests not wholly loaded, by reason.", ("reason",))
+KV_SKIPPED = Metric("forefetch_router_kv_prefix_skipped_total", "Prefixes not looked up because computing is faster.")
 
 # Expert worker.
 EXPERT_CALLS = Metric("forefetch_expert_calls_total", "Layer calls answered.")

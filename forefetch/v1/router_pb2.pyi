@@ -317,6 +317,41 @@ class GetStatsResponse(_message.Message):
     def __init__(self, uptime_s: _Optional[float] = ..., requests_ok: _Optional[int] = ..., requests_failed: _Optional[_Mapping[str, int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., replayed_steps: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., ttft: _Optional[_Union[Quantiles, _Mapping]] = ..., tpot: _Optional[_Union[Quantiles, _Mapping]] = ..., step: _Optional[_Union[Quantiles, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., kv: _Optional[_Union[KvStatus, _Mapping]] = ..., mean_step: _Optional[_Union[StepTimings, _Mapping]] = ...) -> None: ...
 
 class KvStatus(_message.Message):
+    __slots__ = ("address", "up", "blocks_sent", "blocks_dropped", "blocks_waiting", "reconnects", "replicas", "prefix_loads", "blocks_loaded", "bytes_loaded", "prefix_misses", "prefix_skipped")
+    class PrefixMissesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    UP_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_SENT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    RECONNECTS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_LOADS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_LOADED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_LOADED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_MISSES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    up: bool
+    blocks_sent: int
+    blocks_dropped: int
+    blocks_waiting: int
+    reconnects: int
+    replicas: _containers.RepeatedCompositeFieldContainer[KvReplica]
+    prefix_loads: int
+    blocks_loaded: int
+    bytes_loaded: int
+    prefix_misses: _containers.ScalarMap[str, int]
+    prefix_skipped: int
+    def __init__(self, address: _Optional[str] = ..., up: bool = ..., blocks_sent: _Optional[int] = ..., blocks_dropped: _Optional[int] = ..., blocks_waiting: _Optional[int] = ..., reconnects: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[KvReplica, _Mapping]]] = ..., prefix_loads: _Optional[int] = ..., blocks_loaded: _Optional[int] = ..., bytes_loaded: _Optional[int] = ..., prefix_misses: _Optional[_Mapping[str, int]] = ..., prefix_skipped: _Optional[int] = ...) -> None: ...
+
+class KvReplica(_message.Message):
     __slots__ = ("address", "up", "blocks_sent", "blocks_dropped", "blocks_waiting", "reconnects")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     UP_FIELD_NUMBER: _ClassVar[int]

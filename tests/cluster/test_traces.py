@@ -51,6 +51,8 @@ def test_a_callers_span_leads_to_every_process(checkpoint: Callable[[str], Path]
     assert edges(names.EXPERT_CALL) == {(router, names.LAYER, router)}
     assert edges(names.EXPERT_FORWARD) == {(router, names.EXPERT_CALL, expert)}
     assert edges(names.KV_PUT) == {(router, names.GENERATE, router), (router, names.KV_PUT, kv)}
+    assert edges(names.KV_FETCH) == {(router, names.GENERATE, router)}
+    assert (router, names.KV_FETCH, kv) in edges(names.KV_LOOK_UP)
     assert {span.instance for span in mine if span.service == expert} == workers
     (request,) = [span for span in mine if span.name == names.GENERATE]
     assert request.attributes[names.OUTPUT_TOKENS] == len(completion.token_ids) == 8

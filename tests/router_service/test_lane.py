@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,10 +22,11 @@ from forefetch.settings import child_environment
 from forefetch.telemetry.context import new_root
 from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
-from kv_service.client import Geometry, Key, KvClient, chain, root_key
-from router_service import handover as module
+from kv_service.client import Geometry, Key, KvClient, chain, next_key, root_key
+from router_service import lane as module
 from router_service.handover import Handover
 from router_service.pages import PagePool
+from router_service.replicas import Replicas
 
 BLOCK = 1000
 
@@ -47,17 +48,22 @@ class Engine:
         self.memory: dict[int, bytes] = {}
         self.requests: dict[int, tuple[int, ...]] = {}
         self.sealed: Counter[int] = Counter()
+        self.named: defaultdict[int, list[Any]] = defaultdict(list)
         self.gate = threading.Event()
         self.gate.set()
+        self.replicas = Replicas([address], None)
         self.handover = Handover(
-            address,
-            None,
-            root=self.root,
+            self.replicas,
             block_bytes=BLOCK,
             budget_bytes=budget_blocks * BLOCK,
             read_block=self.read,
             transfer_s=transfer_s,
         )
+        (self.lane,) = self.handover.lanes
+
+    def status(self) -> Any:
+        (status,) = self.handover.status()
+        return status
 
     def read(self, page: int) -> bytes:
         self.gate.wait(10)
@@ -85,7 +91,9 @@ class Engine:
             self.memory[page] = content(self.tokens(request, block))
             self.sealed[request] += 1
             self.pool.pin(page)
-            accepted.append(self.handover.offer(request, block, self.tokens(request, block), page, **how))
+            self.named[request].append(next_key(self.root, (self.named[request] or [None])[-1], self.tokens(request, block)))
+            key = self.named[request][-1]
+            accepted.append(self.handover.offer(request, block, key, page, **how))
             if not accepted[-1]:
                 self.pool.unpin(page)
         return accepted
@@ -135,8 +143,9 @@ def start() -> Iterator[Callable[..., Engine]]:
     for engine in engines:
         engine.gate.set()
         engine.handover.close(timeout_s=0.5)
-        assert not engine.handover._copier.is_alive()
-        assert not engine.handover._sender.is_alive()
+        engine.replicas.close()
+        assert not engine.lane._copier.is_alive()
+        assert not engine.lane._sender.is_alive()
 
 
 @pytest.fixture(autouse=True)
@@ -153,11 +162,11 @@ def test_sealed_blocks_arrive_and_pins_come_off(service: Process, client: KvClie
     engine.admit(1, 5)
     engine.admit(2, 3)
     assert engine.seal(1, 3) + engine.seal(2, 3) + engine.seal(1, 2) == [True] * 8
-    until(lambda: engine.handover.status().blocks_sent == 8)
+    until(lambda: engine.status().blocks_sent == 8)
     assert client.get(engine.keys(1)) == engine.blocks(1)
     assert client.get(engine.keys(2)) == engine.blocks(2)
     until(engine.all_pins_off)
-    status = engine.handover.status()
+    status = engine.status()
     assert (status.address, status.up, status.blocks_waiting, status.blocks_dropped) == (service.address, True, 0, 0)
 
 
@@ -170,7 +179,7 @@ def test_blocks_of_an_ended_request_are_still_sent(service: Process, client: KvC
     engine.end(1)
     assert engine.pool.used == 4  # pinned
     engine.gate.set()
-    until(lambda: engine.handover.status().blocks_sent == 4)
+    until(lambda: engine.status().blocks_sent == 4)
     until(engine.all_pins_off)
     assert client.get(keys) == blocks
 
@@ -181,7 +190,7 @@ def test_a_common_prefix_is_sent_once(service: Process, client: KvClient, start:
     for request in (1, 2):
         engine.admit(request, 3)
         engine.seal(request, 3)
-        until(lambda request=request: engine.handover.status().blocks_sent == 3 * request)
+        until(lambda request=request: engine.status().blocks_sent == 3 * request)
     after = client.stats()
     assert (after.stored - before.stored, after.hits - before.hits) == (3, 3)
 
@@ -193,22 +202,22 @@ def test_live_blocks_are_handed_over_again_after_a_restart(
     for request in (1, 2):
         engine.admit(request, 8)
         engine.seal(request, 4)
-    until(lambda: engine.handover.status().blocks_sent == 8)
+    until(lambda: engine.status().blocks_sent == 8)
     service.signal(signal.SIGKILL)
     service.end(5)
-    until(lambda: not engine.handover.status().up)
+    until(lambda: not engine.status().up)
     engine.end(2)  # ends while the service is away: gone with it
     engine.seal(1, 2)
     service.spawn()
     service.wait_ready(30)
-    until(lambda: engine.handover.status().reconnects == 1)
+    until(lambda: engine.status().reconnects == 1)
     until(lambda: client.look_up(engine.keys(1)) == 6)
     assert client.get(engine.keys(1)) == engine.blocks(1)
     assert client.look_up(engine.keys(2)) == 0
     engine.seal(1, 2)
     until(lambda: client.look_up(engine.keys(1)) == 8)
-    until(lambda: engine.handover.status().blocks_waiting == 0)
-    assert engine.handover.status().blocks_dropped == 0
+    until(lambda: engine.status().blocks_waiting == 0)
+    assert engine.status().blocks_dropped == 0
     until(engine.all_pins_off)
 
 
@@ -219,14 +228,14 @@ def test_while_the_service_is_away_pages_are_not_held(service: Process, start: C
         engine.admit(1, 10)
         assert engine.seal(1, 10) == [True] * 6 + [False] * 4
         until(engine.all_pins_off)
-        assert engine.handover.status().blocks_waiting == 10
-        assert not engine.handover.status().up
+        assert engine.status().blocks_waiting == 10
+        assert not engine.status().up
         engine.end(1)
-        assert (engine.handover.status().blocks_dropped, engine.handover.status().blocks_waiting) == (4, 6)
+        assert (engine.status().blocks_dropped, engine.status().blocks_waiting) == (4, 6)
         assert engine.pool.used == 0
     finally:
         service.signal(signal.SIGCONT)
-    until(lambda: engine.handover.status().blocks_sent == 6)
+    until(lambda: engine.status().blocks_sent == 6)
 
 
 def test_blocks_without_room_follow_in_order(service: Process, client: KvClient, start: Callable[..., Engine]) -> None:
@@ -237,12 +246,12 @@ def test_blocks_without_room_follow_in_order(service: Process, client: KvClient,
     assert engine.seal(1, 5) == [True, True, False, False, False]
     assert engine.seal(2, 2) == [False, False]
     engine.gate.set()
-    until(lambda: engine.handover.status().blocks_sent == 7)
+    until(lambda: engine.status().blocks_sent == 7)
     engine.seal(1, 5)
-    until(lambda: engine.handover.status().blocks_sent == 12)
+    until(lambda: engine.status().blocks_sent == 12)
     assert client.get(engine.keys(1)) == engine.blocks(1)
     assert client.get(engine.keys(2)) == engine.blocks(2)
-    assert engine.handover.status().blocks_dropped == 0
+    assert engine.status().blocks_dropped == 0
 
 
 def test_a_page_that_is_used_again_during_its_copy_is_not_sent(
@@ -263,14 +272,14 @@ def test_a_page_that_is_used_again_during_its_copy_is_not_sent(
     second = engine.requests[1][1]
     assert engine.seal(1, 2) == [True, False]
     keys = engine.keys(1)
-    engine.handover._read_block = read
+    engine.lane._read_block = read
     engine.gate.set()
     assert reading.wait(5)
     engine.end(1)
     engine.memory[second] = b"something else"
     go.set()
-    until(lambda: engine.handover.status().blocks_waiting == 0)
-    assert (engine.handover.status().blocks_sent, engine.handover.status().blocks_dropped) == (1, 1)
+    until(lambda: engine.status().blocks_waiting == 0)
+    assert (engine.status().blocks_sent, engine.status().blocks_dropped) == (1, 1)
     assert client.get(keys) == [content([1, 0])]
 
 
@@ -280,23 +289,17 @@ def test_close_sends_what_is_queued(service: Process, client: KvClient, start: C
     engine.seal(1, 30)
     engine.handover.close(timeout_s=5.0)
     assert client.get(engine.keys(1)) == engine.blocks(1)
-    assert engine.handover.offer(2, 0, [1, 2], 1) is False
+    assert engine.handover.offer(2, 0, chain(engine.root, [[1, 2]])[0], 1) is False
 
 
 def test_a_page_that_cannot_be_read_is_dropped(service: Process, client: KvClient, start: Callable[..., Engine]) -> None:
     engine = start(service.address)
     engine.admit(1, 2)
-    engine.handover._read_block = {}.__getitem__
+    engine.lane._read_block = {}.__getitem__
     engine.seal(1, 2)
-    until(lambda: engine.handover.status().blocks_dropped == 2)
+    until(lambda: engine.status().blocks_dropped == 2)
     until(engine.all_pins_off)
     assert client.look_up(engine.keys(1)) == 0
-
-
-def test_an_index_out_of_order_is_dropped(service: Process, start: Callable[..., Engine]) -> None:
-    engine = start(service.address)
-    assert engine.handover.offer(1, 3, [1, 2], 1) is False
-    assert engine.handover.status().blocks_dropped == 1
 
 
 # A service that misbehaves
@@ -349,13 +352,13 @@ def test_a_blocked_send_ends_at_its_deadline_and_attempts_are_bounded(
     engine.admit(1, 3)
     engine.seal(1, 3)
     until(engine.all_pins_off)
-    until(lambda: engine.handover.status().blocks_dropped == 3)
+    until(lambda: engine.status().blocks_dropped == 3)
     assert servicer.puts == module.ATTEMPTS
     assert "3 blocks for the KV service are given up" in caplog.text
     servicer.release.set()
     engine.admit(2, 2)
     engine.seal(2, 2)
-    until(lambda: engine.handover.status().blocks_sent == 2)
+    until(lambda: engine.status().blocks_sent == 2)
 
 
 def test_the_engine_never_waits(slow: tuple[Slow, str], start: Callable[..., Engine]) -> None:
@@ -375,7 +378,7 @@ def test_a_refusal_is_final(slow: tuple[Slow, str], start: Callable[..., Engine]
     engine = start(address)
     engine.admit(1, 1)
     engine.seal(1)
-    until(lambda: engine.handover.status().blocks_dropped == 1)
+    until(lambda: engine.status().blocks_dropped == 1)
     assert servicer.puts == 1
 
 
@@ -399,7 +402,7 @@ def test_close_does_not_wait_for_a_blocked_service(slow: tuple[Slow, str], start
     started = time.perf_counter()
     engine.handover.close(timeout_s=0.2)
     assert time.perf_counter() - started < 1.0
-    assert not engine.handover._sender.is_alive()
+    assert not engine.lane._sender.is_alive()
 
 
 def test_a_sampled_request_s_trace_goes_along(slow: tuple[Slow, str], start: Callable[..., Engine]) -> None:
@@ -409,10 +412,10 @@ def test_a_sampled_request_s_trace_goes_along(slow: tuple[Slow, str], start: Cal
     engine.admit(1, 2)
     context = new_root(sampled=True)
     engine.seal(1, trace=new_root(sampled=False))
-    until(lambda: engine.handover.status().blocks_sent == 1)
+    until(lambda: engine.status().blocks_sent == 1)
     assert "traceparent" not in dict(servicer.metadata)
     engine.seal(1, trace=context)
-    until(lambda: engine.handover.status().blocks_sent == 2)
+    until(lambda: engine.status().blocks_sent == 2)
     assert dict(servicer.metadata)["traceparent"] == context.traceparent
 
 
@@ -424,9 +427,9 @@ def test_memory_is_bounded(slow: tuple[Slow, str], start: Callable[..., Engine])
         engine.seal(request, 5)
         engine.step()
         engine.end(request)
-    outbox = engine.handover._outbox
+    outbox = engine.lane._outbox
     until(engine.all_pins_off)
     assert outbox.used <= 7
-    assert engine.handover.status().blocks_waiting <= 7
-    assert engine.handover.status().blocks_dropped >= 93
+    assert engine.status().blocks_waiting <= 7
+    assert engine.status().blocks_dropped >= 93
     assert not outbox._chains

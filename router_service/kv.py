@@ -1,0 +1,120 @@
+"""What the engine tells the KV services and hears from them: prefixes in, sealed blocks out.
+
+All methods are for the engine's thread, unless they say otherwise, and none of them waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from forefetch.telemetry.context import SpanContext
+from forefetch.v1 import router_pb2
+from kv_service.client import Key
+from router_service.handover import Handover
+from router_service.naming import Naming
+from router_service.pages import PagePool
+from router_service.prefix import Load, Prefix
+from router_service.replicas import Replicas
+from router_service.scheduler import Plan, Request
+
+
+@dataclass
+class KvSide:
+    """One per router with `--kv`. `prefix` is None where prefixes are not fetched."""
+
+    naming: Naming
+    replicas: Replicas
+    handover: Handover
+    prefix: Prefix | None
+    pool: PagePool
+    _keys: dict[Request, list[Key]] = field(default_factory=dict)
+    _loads: dict[Request, Load] = field(default_factory=dict)
+    _requests: dict[int, Request] = field(default_factory=dict)
+
+    def on_change(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, from any thread, when `settle` has something to do that requests wait for."""
+        if self.prefix is not None:
+            self.prefix.changed = wake
+
+    def settle(self) -> None:
+        """Takes note of what happened in the background: pages that are free of pins, prefixes that are loaded."""
+        for page in self.handover.unpinned():
+            self.pool.unpin(page)
+        for load in self.prefix.finished() if self.prefix is not None else ():
+            for page in load.pages:
+                self.pool.unpin(page)
+            self._loaded(load)
+
+    def admitted(self, request: Request, trace: SpanContext | None) -> None:
+        """A request has its pages: its cached prefix is looked for, and it is `loading` until that has ended."""
+        if self.prefix is None:
+            return
+        tenant, tokens, blocks = request.tenant, tuple(request.tokens), len(request.tokens) // self.naming.page_size
+        pages = request.pages[:blocks]
+        load = self.prefix.begin(request.key, lambda: self.naming.extend([], tenant, tokens, blocks), pages, trace)
+        if load is not None:
+            self._loads[request], self._requests[request.key], request.loading = load, request, True
+            for page in pages:
+                self.pool.pin(page)
+
+    def _loaded(self, load: Load) -> None:
+        """A load is over; its request may have ended meanwhile."""
+        request = self._requests.pop(load.request, None)
+        if request is None:
+            return
+        del self._loads[request]
+        request.resume_at(load.blocks * self.naming.page_size)
+        self._keys[request] = load.keys
+        self.handover.adopt(request.key, load.keys[: load.blocks], load.pages[: load.blocks])
+        request.loaded_blocks = load.blocks
+
+    def sealed(self, request: Request, first: int, trace: SpanContext | None) -> None:
+        """Blocks from `first` on are sealed now: offered, their pages pinned until the bytes are copied."""
+        size = self.naming.page_size
+        blocks = request.computed // size
+        keys = self.naming.extend(self._keys.setdefault(request, []), request.tenant, request.tokens, blocks)
+        for block in range(max(first, request.loaded_blocks), blocks):
+            page = request.pages[block]
+            self.pool.pin(page)
+            if not self.handover.offer(request.key, block, keys[block], page, trace):
+                self.pool.unpin(page)
+
+    def computed(self, plan: Plan, total_ns: int) -> None:
+        """A step took so long: what loading a prefix is weighed against."""
+        if plan.prefills and self.prefix is not None:
+            self.prefix.cost.prefill.add(plan.tokens, total_ns * 1e-9)
+
+    def ended(self, request: Request) -> None:
+        """A request is over. To be called before anything else is written to its pages."""
+        if load := self._loads.pop(request, None):
+            load.cancelled = True
+            del self._requests[request.key]
+        self._keys.pop(request, None)
+        self.handover.forget(request.key)
+
+    def status(self) -> router_pb2.KvStatus:
+        """Counters since start. Any thread."""
+        services: Sequence[router_pb2.KvReplica] = self.handover.status()
+        status = router_pb2.KvStatus(
+            address=",".join(service.address for service in services),
+            up=all(service.up for service in services),
+            blocks_sent=sum(service.blocks_sent for service in services),
+            blocks_dropped=sum(service.blocks_dropped for service in services),
+            blocks_waiting=sum(service.blocks_waiting for service in services),
+            reconnects=sum(service.reconnects for service in services),
+            replicas=services,
+        )
+        if self.prefix is not None:
+            counts = self.prefix.counts
+            status.prefix_loads, status.prefix_skipped = counts.loads, counts.skipped
+            status.blocks_loaded, status.bytes_loaded = counts.blocks, counts.blocks * self.prefix.cost.block_bytes
+            status.prefix_misses.update(counts.missed)
+        return status
+
+    def close(self, timeout_s: float) -> None:
+        """Sends what is queued, for at most `timeout_s`, and ends all threads."""
+        self.handover.close(timeout_s)
+        self.replicas.close()
+        if self.prefix is not None:
+            self.prefix.close()
