@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import torch
@@ -19,7 +20,13 @@ from forefetch import rpc, shm, wire
 from forefetch.errors import Mismatch, Unavailable
 from forefetch.v1 import expert_pb2, expert_pb2_grpc
 
-__all__ = ["ExpertConfig", "Link", "WorkerInfo", "connect", "local"]
+if TYPE_CHECKING:
+    from expert_worker.packed import PackedExperts
+    from forefetch.kernels.grouped_mlp.formats import Kind
+    from forefetch.spec import ModelSpec
+    from forefetch.weights import Checkpoint
+
+__all__ = ["ExpertConfig", "Link", "WorkerInfo", "connect", "local", "resident", "resident_of"]
 
 log = logging.getLogger("forefetch.expert.client")
 
@@ -63,6 +70,34 @@ def connect(
 def local(config: ExpertConfig) -> Link:
     """A worker in this process: loads the shard. Raises ConfigError or UnsupportedModel."""
     return LocalLink(load(config))
+
+
+def resident(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    kind: Kind,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_rows: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> PackedExperts:
+    """All of a model's experts on one GPU, stored as `kind`, for callers that build their own step around them."""
+    from expert_worker.packed import PackedExperts, packed_format
+
+    everything = range(spec.num_experts)
+    place = {"device": device, "dtype": dtype, "max_rows": max_rows, "on_progress": on_progress}
+    return PackedExperts(spec, checkpoint, everything, packed_format(spec, kind), **place)  # type: ignore[arg-type]
+
+
+def resident_of(link: Link | None) -> PackedExperts | None:
+    """The experts behind a local link, if all of the model's are on a GPU and need no host to be evaluated."""
+    if not isinstance(link, LocalLink) or not link.info.device.startswith("cuda"):
+        return None
+    from expert_worker.packed import PackedExperts
+
+    experts = link.core.experts
+    return experts if isinstance(experts, PackedExperts) and len(experts.held) == experts.spec.num_experts else None
 
 
 def _describe(channel: grpc.Channel, timeout_s: float) -> WorkerInfo:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import add
 from time import perf_counter_ns
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,9 @@ from forefetch.device import place
 from forefetch.errors import ForefetchError
 from forefetch.frames import FrameBuffer
 from forefetch.hints import ExpertHint
+from forefetch.kernels.grouped_mlp.formats import Kind
 from forefetch.placement import shard_of
+from forefetch.spec import ModelSpec
 from forefetch.synthetic import open_model
 from forefetch.version import VERSION
 from forefetch.wire import Verified
@@ -66,7 +68,10 @@ class WorkerInfo:
 class Evaluator(Protocol):
     """What a core puts behind its queue; `Experts` is one."""
 
-    load: npt.NDArray[np.int64]
+    @property
+    def load(self) -> npt.NDArray[np.int64]:
+        """Pairs evaluated per layer and expert held."""
+        ...
 
     @property
     def weight_bytes(self) -> int:
@@ -180,13 +185,28 @@ class Core:
         return wire.encode_error(reply, *wire.peek(request, size), error)
 
 
+def _has_kernels(spec: ModelSpec) -> bool:
+    """Whether the device kernels take experts of these sizes."""
+    return spec.hidden_size % 32 == 0 and spec.expert_width % 32 == 0
+
+
 def load(config: ExpertConfig, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Core:
     """Reads the checkpoint's shard. Raises ConfigError or UnsupportedModel."""
     spec, checkpoint = open_model(config.model, allow_synthetic=config.allow_synthetic)
     device, dtype = place(config.device, config.dtype, spec.dtype)
     held = shard_of(spec.num_experts, config.shards)[config.shard]
     slots = config.slot_count(len(held) * len(spec.moe_layers))
-    experts = Experts(spec, checkpoint, held, device=device, dtype=dtype, slots=slots, on_progress=on_progress)
+    experts: Evaluator
+    if device.type == "cuda" and slots == len(held) * len(spec.moe_layers) and _has_kernels(spec):
+        from expert_worker.packed import PackedExperts, packed_format
+
+        format = packed_format(spec, cast(Kind, str(dtype).removeprefix("torch.")))
+        rows = config.max_rows
+        experts = PackedExperts(
+            spec, checkpoint, held, format, device=device, dtype=dtype, max_rows=rows, on_progress=on_progress
+        )
+    else:
+        experts = Experts(spec, checkpoint, held, device=device, dtype=dtype, slots=slots, on_progress=on_progress)
     info = WorkerInfo(
         model_digest=checkpoint.digest,
         model=spec.name,

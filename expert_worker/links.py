@@ -107,13 +107,13 @@ class LocalLink(Link):
 
     def __init__(self, core: Core) -> None:
         super().__init__("local", core.info)
-        self._core = core
+        self.core = core
         self._answer: LayerReply | ForefetchError | None = None
 
     def _send(self, call: LayerCall) -> None:
         out = torch.empty_like(call.x)
         try:
-            queue_ns, copy_wait_ns, compute_ns, verified = self._core.forward(call, out)
+            queue_ns, copy_wait_ns, compute_ns, verified = self.core.forward(call, out)
             self._answer = LayerReply(out, queue_ns, copy_wait_ns, compute_ns, 0, *verified)
         except ForefetchError as error:
             self._answer = error
@@ -127,7 +127,7 @@ class LocalLink(Link):
 
     def hint(self, hint: ExpertHint) -> None:
         """Straight to the worker."""
-        self._core.hint(hint)
+        self.core.hint(hint)
 
     @property
     def hints_dropped(self) -> int:

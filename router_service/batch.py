@@ -63,8 +63,9 @@ class StepBuffers:
         buckets: Sequence[int],
         paged: bool = False,
     ) -> None:
-        self.page_size, self.max_batch = page_size, max_batch
+        self.page_size = page_size
         self.buckets = (*(b for b in buckets if b < max_tokens), max_tokens) if buckets else ()
+        max_batch = self.max_batch = next((b for b in self.buckets if b >= max_batch), max_batch)  # as it is padded
         pinned = device.type == "cuda"
         self._rows_host = torch.zeros((4, max_tokens), dtype=torch.int64, pin_memory=pinned)
         self._table = torch.zeros((max_batch, max_pages), dtype=torch.int64)

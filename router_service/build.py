@@ -18,6 +18,7 @@ from forefetch.weights import Checkpoint
 from router_service.admission import Limits, default_sampling
 from router_service.batch import StepBuffers
 from router_service.cache import KvCache
+from router_service.captured import CapturedTrunk
 from router_service.config import RouterConfig
 from router_service.cost import FetchCost
 from router_service.dispatch import Dispatch
@@ -28,7 +29,7 @@ from router_service.pages import PagePool
 from router_service.prefix import Prefix
 from router_service.replicas import Replicas
 from router_service.scheduler import Scheduler
-from router_service.trunk import Trunk
+from router_service.trunk import Model, Trunk
 from router_service.workers import Workers
 
 
@@ -104,7 +105,20 @@ def scheduler(config: RouterConfig, sizes: Sizes) -> Scheduler:
 def trunk(config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, sizes: Sizes, placement: Placement) -> Trunk:
     """Weights and KV pool on the device."""
     cache = KvCache(spec, pages=sizes.pages, page_size=config.page_size, dtype=placement.kv_dtype, device=placement.device)
-    return Trunk(spec, checkpoint, cache, dtype=placement.dtype, device=placement.device)
+    with rpc.loading("trunk") as on_progress:
+        return Trunk(spec, checkpoint, cache, dtype=placement.dtype, device=placement.device, on_progress=on_progress)
+
+
+def captured(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterConfig) -> Model:
+    """The trunk, its decode steps recorded if they can be: experts in this process, all on the trunk's GPU."""
+    experts = expert.resident_of(workers.rows[0].link) if len(workers.rows) == 1 else None
+    if experts is None or config.graphs == "off" or not buffers.buckets:
+        return trunk
+    buckets = [rows for rows in buffers.buckets if rows <= buffers.max_batch]
+    recorded = CapturedTrunk(trunk, experts, buffers, buckets)
+    with rpc.loading("decode steps") as on_progress:
+        recorded.warm_up(on_progress)
+    return recorded
 
 
 def buffers(config: RouterConfig, sizes: Sizes, placement: Placement) -> StepBuffers:
@@ -116,6 +130,7 @@ def buffers(config: RouterConfig, sizes: Sizes, placement: Placement) -> StepBuf
         page_size=config.page_size,
         device=placement.device,
         buckets=config.buckets(placement.device.type),
+        paged=placement.device.type == "cuda",
     )
 
 

@@ -91,10 +91,7 @@ class CapturedTrunk:
         return logits[0][: batch.tokens]
 
     def timed(self, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
-        """After a step's tokens are on the host: stamps its layers and returns what is left for sampling, nanoseconds.
-
-        The step began, `forward` returned and the tokens were there at these times of the monotonic clock.
-        """
+        """See Model."""
         if not self._replayed:
             return self.trunk.timed(stamps, began_ns, forwarded_ns, ended_ns)
         return self._clock.tell(stamps, began_ns, ended_ns, self._marked)

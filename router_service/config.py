@@ -115,6 +115,12 @@ class RouterConfig(ServiceConfig):
         """Row counts that steps are padded to, ascending, comma separated, so that device buffers keep a few fixed
         shapes. none: no padding. auto: powers of two on a GPU, none on a CPU, where padding only costs time.""",
     )
+    graphs: str = setting(
+        "auto",
+        """Whether steps are recorded as CUDA graphs, one for each bucket of rows, and replayed. auto: when router and experts
+        share one GPU (--workers local) and every expert is resident. Recording takes a second or two at start.""",
+        choices=("auto", "off"),
+    )
     threads: int = setting(0, "CPU threads for tensor arithmetic. 0: as many as PyTorch finds cores.")
     trace_steps: int = setting(
         1024, """Steps whose timings are kept for `forefetch trace`. Memory: 40 bytes x steps x layers x (1 + workers)."""

@@ -22,7 +22,7 @@ from router_service.kv import KvSide
 from router_service.recorder import Recorder
 from router_service.sampling import Sampled, sample
 from router_service.scheduler import Plan, Request, Scheduler
-from router_service.trunk import Trunk
+from router_service.trunk import Model
 from router_service.workers import Workers
 
 log = logging.getLogger("forefetch.router")
@@ -37,7 +37,7 @@ STALL_WAIT_S = 0.02  # a worker is missing: how long until the table is looked a
 class Parts:
     """What the engine drives."""
 
-    trunk: Trunk
+    trunk: Model
     buffers: StepBuffers
     dispatch: Dispatch
     workers: Workers
@@ -194,12 +194,13 @@ class Engine:
     def _run(self, plan: Plan, stamps: StepStamps) -> tuple[Sampled, int]:
         """Logits of the plan's last rows, and the tokens they choose. LinkDown when a worker is lost."""
         batch = self.parts.buffers.fill(self._step, plan, self.parts.recorder.trace_of(plan))
+        began = perf_counter_ns()
         logits = self.parts.trunk.forward(batch, self.parts.dispatch, stamps)
-        started = perf_counter_ns()
+        forwarded = perf_counter_ns()
         choosing = [chunk.request for chunk in plan.chunks if chunk.samples]
         params = [request.admitted.sampling for request in choosing]
         sampled = sample(logits, params, [len(request.tokens) for request in choosing]) if choosing else Sampled([], [], [])
-        return sampled, perf_counter_ns() - started
+        return sampled, self.parts.trunk.timed(stamps, began, forwarded, perf_counter_ns())
 
     def _replay(self, plan: Plan) -> None:
         """A worker was lost: nothing is committed, so the next plan holds the same tokens again."""

@@ -130,15 +130,43 @@ class _Step:
     observer: Observer | None
 
 
+class Model(Protocol):
+    """What the engine runs: a trunk, or what stands in for one."""
+
+    @property
+    def cache(self) -> Cache:
+        """K and V."""
+
+    def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None = None) -> torch.Tensor:
+        """Runs the step's rows through all layers -> float32 logits [S, V] of the rows that choose a token."""
+
+    def timed(self, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
+        """The step began, `forward` returned, and its tokens were on the host at these times of the monotonic clock.
+
+        Stamps what `forward` could not; returns what the step spent on choosing tokens, nanoseconds.
+        """
+
+
 class Trunk:
     """`device` and `dtype` are where and in what it computes; `cache` holds K and V."""
 
     def __init__(
-        self, spec: ModelSpec, checkpoint: Checkpoint, cache: Cache, *, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        cache: Cache,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
+        """Reads the weights; on_progress(done, total) counts layers. UnsupportedModel for tensors that are not there."""
         self.spec, self.cache, self.dtype = spec, cache, dtype
         load = _Loader(spec, checkpoint, dtype, device)
-        self.layers = [load.layer(i) for i in range(spec.layers)]
+        self.layers = []
+        for index in range(spec.layers):
+            self.layers.append(load.layer(index))
+            on_progress(index + 1, spec.layers)
         self.embedding = load("model.embed_tokens.weight")
         self.head = self.embedding if spec.tied_embeddings else load("lm_head.weight")
         self.final_norm = load("model.norm.weight")
@@ -161,7 +189,7 @@ class Trunk:
         return logits
 
     def timed(self, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
-        """What a step spent behind `forward`, nanoseconds; `forward` has stamped the rest itself."""
+        """See Model; `forward` has stamped all layers itself."""
         return ended_ns - forwarded_ns
 
     def _step(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None) -> _Step:

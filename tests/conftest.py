@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -14,6 +15,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run in the interpreter; Triton looks when it is first imported
+    if importlib.util.find_spec("triton"):
+        from triton_interpreter import complete_interpreter
+
+        complete_interpreter()
 
 if TYPE_CHECKING:
     from reference_model import Oracle

@@ -30,7 +30,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "edge": ("__main__", "server", "client", "links", "hinting", "build", "status"),
     "device": (
         *("engine", "trunk", "decoder", "captured", "batch", "cache", "rope", "dispatch", "workers", "sampling"),
-        *("text", "detokenise", "answer", "recorder", "core", "experts", "lookahead"),
+        *("text", "detokenise", "answer", "recorder", "core", "experts", "packed", "lookahead"),
         *("kv", "handover", "lane", "replicas", "prefix", "naming"),
     ),
     "config": ("config",),

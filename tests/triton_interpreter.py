@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 
 
 def complete_interpreter() -> None:
+    """Patches it, once per process."""
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
@@ -36,7 +36,3 @@ def complete_interpreter() -> None:
     interpreter._patch_lang_tensor = patch_with_scalars
     builder.create_si_to_fp = integer_to_float
     builder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
-
-
-if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
-    complete_interpreter()

@@ -1,0 +1,139 @@
+"""A shard whose experts all lie packed in one device's memory, evaluated by kernels that never ask the host.
+
+Blobs are those of `kernels/grouped_mlp/formats.py`, one per slot, so that a weight is read once, in as few bits as it was
+stored in. A router in the same process evaluates whole layers with `route`, inside a CUDA graph if it likes; calls that come
+over a wire use `forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from forefetch.errors import BadRequest
+from forefetch.hints import ExpertHint
+from forefetch.kernels.grouped_mlp.formats import ExpertFormat, Kind, blob_bytes, pack
+from forefetch.kernels.grouped_mlp.moe import MoeScratch, moe, moe_from_logits
+from forefetch.spec import ModelSpec
+from forefetch.weights import Checkpoint, load_expert
+from forefetch.wire import LayerCall, Verified
+
+
+def packed_format(spec: ModelSpec, kind: Kind) -> ExpertFormat:
+    """How experts of these sizes are best packed for a GPU."""
+    return ExpertFormat(kind)
+
+
+class PackedExperts:
+    """Experts `held` of every MoE layer on `device`, for up to `max_rows` rows of `dtype`. Not for concurrent use.
+
+    Letters: L MoE layers, E experts of the model, T rows, H hidden, K top-k.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        held: Sequence[int],
+        format: ExpertFormat,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_rows: int,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Packs each expert on the device. on_progress(done, total) counts them. UnsupportedModel for bad tensors."""
+        self.spec, self.held, self.format = spec, tuple(held), format
+        self.layers = {layer: place for place, layer in enumerate(spec.moe_layers)}
+        self.expert_bytes = blob_bytes(spec.hidden_size, spec.expert_width, format)
+        total = len(self.layers) * len(held)
+        self._pool = torch.empty(total, self.expert_bytes, dtype=torch.uint8, device=device)
+        slot_of = torch.full((len(self.layers), spec.num_experts), -1, dtype=torch.int32)
+        slot_of[:, list(held)] = torch.arange(total, dtype=torch.int32).view(len(self.layers), -1)
+        self._slot_of = slot_of.to(device)
+        for number in range(total):
+            layer, expert = spec.moe_layers[number // len(held)], held[number % len(held)]
+            self._pool[number] = pack(*load_expert(checkpoint, spec, layer, expert, device), format)
+            on_progress(number + 1, total)
+        shape = (max_rows, spec.top_k, spec.num_experts, spec.hidden_size, spec.expert_width)
+        self._scratch = MoeScratch(*shape, format, device=device, dtype=dtype)
+        self._out = torch.empty(max_rows, spec.hidden_size, dtype=dtype, device=device)
+        # Pairs per layer and expert, and one more column where those that count nothing go.
+        self._load = torch.zeros(len(self.layers), spec.num_experts + 1, dtype=torch.int64, device=device)
+        self._chosen = torch.full((len(self.layers), max_rows, spec.top_k), -1, dtype=torch.int32, device=device)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights held."""
+        return self._pool.numel()
+
+    @property
+    def load(self) -> npt.NDArray[np.int64]:
+        """Pairs evaluated per layer and expert held. Waits for the device."""
+        counts: npt.NDArray[np.int64] = self._load[:, list(self.held)].cpu().numpy()
+        return counts
+
+    def run(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [T, H], ids, weights [T, K] -> [T, H]; pairs with id -1 count nothing. Valid until the next call."""
+        place, out = self.layers[layer], self._out[: len(x)]
+        moe(x, ids, weights, self._pool, self._slot_of[place], out, self._scratch)
+        chosen = ids.flatten().long() % self._load.shape[1]
+        self._load[place].scatter_add_(0, chosen, torch.ones_like(chosen))
+        return out
+
+    def route(self, layer: int, x: Tensor, logits: Tensor) -> Tensor:
+        """x [T, H], gate logits [T, E] -> [T, H], the choice included. Valid until the next call. `settle` counts the pairs."""
+        place, out, scratch = self.layers[layer], self._out[: len(x)], self._scratch
+        scratch.ids = self._chosen[place].view(-1)
+        rule = self.spec.gate_rule, self.spec.renormalise
+        moe_from_logits(x, logits, *rule, self._pool, self._slot_of[place], out, scratch)
+        return out
+
+    def settle(self, idle: Tensor) -> None:
+        """Counts the pairs of the step whose layers `route` evaluated; idle [T, 1] marks rows that are padding."""
+        chosen = self._chosen[:, : len(idle)].masked_fill(idle, -1).flatten(1).long() % self._load.shape[1]
+        self._load.scatter_add_(1, chosen, torch.ones_like(chosen))
+
+    @torch.inference_mode()
+    def forward(self, call: LayerCall, out: Tensor) -> tuple[int, Verified]:
+        """Fills out [N, H], which may lie on the host. Nothing is ever copied: everything is resident."""
+        if call.layer not in self.layers:
+            raise BadRequest("layer", f"layer {call.layer} has no routed experts")
+        ids, weights = self._dense(call)
+        device = self._pool.device
+        rows = self.run(call.layer, call.x.to(device), ids.to(device), weights.to(device))
+        out.copy_(rows)
+        return 0, Verified(resident=len(np.unique(call.pair_expert.numpy())))
+
+    def _dense(self, call: LayerCall) -> tuple[Tensor, Tensor]:
+        """A call's pairs -> ids int32, weights [N, K]; places without a pair have id -1. BadRequest for what makes no sense."""
+        row, expert, rows = call.pair_row.numpy(), call.pair_expert.numpy(), len(call.x)
+        if row.size and row.view(np.uint32).max() >= rows:  # as unsigned, a negative index is too large as well
+            raise BadRequest("pair_row", f"a row index is outside 0..{rows - 1}")
+        if not np.isfinite(call.pair_weight.numpy()).all():
+            raise BadRequest("pair_weight", "a gate weight is not finite")
+        missing = np.setdiff1d(expert, self.held)
+        if missing.size:
+            raise BadRequest("pair_expert", f"expert {missing[0]} of layer {call.layer} is not held by this worker")
+        order = np.argsort(row, kind="stable")
+        counts = np.bincount(row, minlength=rows)
+        if counts.max(initial=0) > self.spec.top_k:
+            raise BadRequest("pair_row", f"a row names {counts.max()} experts; the model chooses {self.spec.top_k}")
+        column = np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        ids = np.full((rows, self.spec.top_k), -1, dtype=np.int32)
+        weights = np.zeros((rows, self.spec.top_k), dtype=np.float32)
+        ids[row[order], column] = expert[order]
+        weights[row[order], column] = call.pair_weight.numpy()[order]
+        return torch.from_numpy(ids), torch.from_numpy(weights)
+
+    def hint(self, hint: ExpertHint) -> bool:
+        """Whether the hint is about experts held here; there is nothing to fetch."""
+        return hint.layer in self.layers and set(hint.experts.tolist()) <= set(self.held)
+
+    def resident(self, layer: int) -> list[int]:
+        """All of them; none for a layer without routed experts."""
+        return list(self.held) if layer in self.layers else []
