@@ -21,8 +21,21 @@ MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60
 
 # Modules (with everything below them) that must never load a library, not even through another module of ours.
-TORCHLESS = ("errors", "hints", "settings", "rpc", "telemetry", "client", "cli", "cluster", "process", "child")
-GRPCLESS = ("errors", "hints", "spec", "families", "placement", "wire", "kernels")
+TORCHLESS = (
+    "errors",
+    "hints",
+    "plan",
+    "shapes",
+    "settings",
+    "rpc",
+    "telemetry",
+    "client",
+    "cli",
+    "cluster",
+    "process",
+    "child",
+)
+GRPCLESS = ("errors", "hints", "plan", "shapes", "spec", "families", "placement", "wire", "kernels")
 KERNELS_MAY = ("torch", "triton", "forefetch.kernels")
 
 # Rooms of a service, highest first: a module imports its own room and those below.

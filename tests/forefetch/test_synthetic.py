@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from forefetch.errors import ConfigError, UnsupportedModel
-from forefetch.synthetic import SHAPES, open_model
+from forefetch.shapes import SHAPES
+from forefetch.synthetic import open_model
 from forefetch.weights import load_expert
 from router_service.cache import KvCache
 from router_service.trunk import Trunk

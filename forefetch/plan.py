@@ -1,0 +1,288 @@
+"""What a model needs and how fast a token could be: arithmetic over bytes and measured bandwidths. Pure.
+
+A decode step reads the trunk once, the K and V of every stream, and the weights of every expert that some row chose; what does
+not wait in a device slot crosses PCIe first. Each of these is bytes over a bandwidth; to them come a fixed time per layer
+(launches, chains of latencies) and, with workers, a round trip per MoE layer. Terms add up, but for copies that hints started
+early: those overlap everything else.
+
+Assumptions, all on the safe side: routing is even (real routing is skewed, so fewer experts are touched and more of those are
+resident), and nothing else is hidden behind anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from forefetch.errors import ConfigError
+from forefetch.spec import ModelSpec
+
+GIB = 1 << 30
+RESERVE_GIB = 2.0
+"""Device memory for everything that is no weight and no KV: CUDA's context, step buffers, graphs."""
+TAIL_TOKENS = 208
+"""Tokens of a stream that sub-byte formats leave in float16: a page and its successor's beginning, and the sinks."""
+
+ELEMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+# Sealed pages, bytes of K and V of 128 tokens of one head of 128 channels (forefetch/kernels/kv_codec/formats.py).
+PAGE_BYTES = {"e2m0": 9_600, "asym2": 9_600, "mixed": 9_856, "asym3": 13_696, "fp4": 18_304}
+KV_FORMATS = (*ELEMENT_BYTES, *PAGE_BYTES)
+# Bytes of a weight: codes, and a float16 scale per 128 of them (forefetch/kernels/grouped_mlp/formats.py).
+EXPERT_BYTES = {**ELEMENT_BYTES, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and its host. `source` says where the figures come from; flags of `forefetch plan` replace single ones."""
+
+    name: str
+    source: str
+    memory_gib: float
+    hbm_gbs: float  # GB/s that a kernel streams from device memory
+    pcie_gbs: float  # GB/s from pinned host memory, expert-sized copies
+    layer_us: float  # fixed time per layer
+    link_us: Mapping[str, float] = field(default_factory=dict)  # a MoE layer's round trip to the workers
+    dtype: str = ""  # what the trunk is kept in; "": as stored
+
+    def __post_init__(self) -> None:
+        for name in ("memory_gib", "hbm_gbs", "pcie_gbs"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"--{name.replace('_', '-')}: must be positive")
+
+
+HARDWARE = {
+    "h200": Hardware(
+        "h200",
+        "measured on one H200 host, PyTorch 2.11: copies in HBM 4.24 TB/s, PCIe 5 x16 pinned 52 GB/s at 9 MiB and 36 at 1 MiB, "
+        "a hop of 64 rows between two GPUs 72 us through pinned shared memory; 15 us per layer of experts are what int4 "
+        "kernels took beyond their bytes. Assumed: as much again for the rest of a layer; gRPC as on two CPU cores",
+        memory_gib=139.0,
+        hbm_gbs=4240.0,
+        pcie_gbs=45.0,
+        layer_us=30.0,
+        link_us={"local": 0.0, "shm": 72.0, "grpc": 995.0},
+    ),
+    "cpu": Hardware(
+        "cpu",
+        "two cores of a Xeon with AVX-512, float32: bandwidth and time per layer fitted to benchmarks/results.csv, reference "
+        "model, one process, about 80 tokens of context; links measured there at 64 rows",
+        memory_gib=24.0,
+        hbm_gbs=3.84,
+        pcie_gbs=3.84,
+        layer_us=552.0,
+        link_us={"local": 0.0, "shm": 72.0, "grpc": 995.0},
+        dtype="float32",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What shall run. workers: 0 keeps the experts in the router's device. slots: share of experts resident; None: what fits.
+
+    recall: share of the experts a layer needs that hints named in time; 0: no hints, every miss is waited for."""
+
+    batch: int = 16
+    context: int = 4096
+    kv_format: str = "bfloat16"
+    expert_format: str = "bfloat16"
+    workers: int = 0
+    link: str = "local"
+    slots: float | None = None
+    recall: float = 0.0
+
+    def validate(self, spec: ModelSpec) -> None:
+        """Raises ConfigError naming the bad value."""
+        for name, least, most in (("batch", 1, 4096), ("context", 1, spec.context_length), ("workers", 0, spec.num_experts)):
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(f"--{name}: must be {least} to {most} for this model")
+        if self.slots is not None and not 0 < self.slots <= 1:
+            raise ConfigError("--slots: must be a share above 0, up to 100%")
+        if not 0 <= self.recall <= 1:
+            raise ConfigError("--recall: must be within 0 and 1")
+        if self.kv_format not in KV_FORMATS:
+            raise ConfigError(f"--kv-format: must be one of {', '.join(KV_FORMATS)}")
+        if self.expert_format not in EXPERT_BYTES:
+            raise ConfigError(f"--expert-format: must be one of {', '.join(EXPERT_BYTES)}")
+        if self.workers == 0 and self.link != "local":
+            raise ConfigError(f"--link {self.link}: needs --workers")
+        if self.workers and self.link == "local":
+            raise ConfigError("--workers: need a --link other than local")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a model's parts."""
+
+    trunk: float  # all that is read in every step, and what only one row of is (the embedding)
+    step: float  # of it, read in every step
+    expert: float
+    experts: int  # routed experts of all layers
+    kv_stream: float  # K and V of one stream at full context
+
+
+def sizes(spec: ModelSpec, wanted: Wanted, dtype: str = "") -> Sizes:
+    """The arithmetic of shapes. Letters as in ARCHITECTURE.md."""
+    element = ELEMENT_BYTES[dtype or spec.dtype]
+    hidden, moe = spec.hidden_size, len(spec.moe_layers)
+    attention = 2 * hidden * spec.heads * spec.head_dim + 2 * hidden * spec.kv_heads * spec.head_dim + 2 * hidden
+    routed = moe * (hidden * spec.num_experts + 3 * hidden * spec.shared_width)
+    dense = (spec.layers - moe) * 3 * hidden * spec.dense_width
+    head = spec.vocab_size * hidden
+    step = (spec.layers * attention + routed + dense + head) * element
+    trunk = step if spec.tied_embeddings else step + head * element
+    expert = 3 * hidden * spec.expert_width * EXPERT_BYTES[wanted.expert_format]
+    return Sizes(trunk, step, expert, moe * spec.num_experts, kv_bytes(spec, wanted.kv_format, wanted.context))
+
+
+def kv_bytes(spec: ModelSpec, name: str, context: int) -> float:
+    """K and V of `context` tokens of one stream, all layers."""
+    if name in ELEMENT_BYTES:
+        return context * spec.kv_bytes_per_token(1) * ELEMENT_BYTES[name]
+    tail = min(context, TAIL_TOKENS)
+    sealed = PAGE_BYTES[name] / (2 * 128 * 128)  # bytes of an element
+    return spec.kv_bytes_per_token(1) * (2.0 * tail + sealed * (context - tail))
+
+
+def touched(spec: ModelSpec, batch: int) -> float:
+    """Distinct experts that a layer needs, in the mean, when `batch` rows choose K of E each, evenly."""
+    share = spec.top_k / spec.num_experts
+    return float(spec.num_experts * (1 - (1 - share) ** batch))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Where everything lies. Bytes, per device; `problem` says, with the arithmetic, why it does not fit."""
+
+    router: float
+    worker: float  # slots of one worker; the router's own with workers 0
+    slots: int  # in all
+    per_layer: float  # slots per MoE layer
+    host: float  # of experts that wait in host memory, all workers
+    max_batch: int  # streams of this context whose KV fits beside the rest
+    problem: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can run."""
+        return not self.problem
+
+
+def fit(spec: ModelSpec, wanted: Wanted, hardware: Hardware) -> Fit:
+    """Trunk and KV first; what is left, or what workers have, goes to expert slots."""
+    size, memory = sizes(spec, wanted, hardware.dtype), (hardware.memory_gib - RESERVE_GIB) * GIB
+    kv = wanted.batch * size.kv_stream
+    room = memory * wanted.workers if wanted.workers else memory - size.trunk - kv
+    total = size.experts
+    slots = total if wanted.slots is None else max(1, int(total * wanted.slots))
+    if wanted.slots is None:
+        slots = min(total, max(0, int(room // size.expert)))
+    held = slots * size.expert / max(1, wanted.workers)
+    router = size.trunk + kv + (0 if wanted.workers else held)
+    spare = memory - size.trunk - (0 if wanted.workers else held)
+    host = 0.0 if slots == total else total * size.expert
+    place = (max(0, int(spare // size.kv_stream)), _problem(size, kv, router, held, memory, slots))
+    return Fit(router, held, slots, slots / len(spec.moe_layers), host, *place)
+
+
+def _problem(size: Sizes, kv: float, router: float, held: float, memory: float, slots: int) -> str:
+    parts = f"trunk {gib(size.trunk)} + KV {gib(kv)}"
+    if size.trunk + kv > memory:
+        return f"{parts} exceed the device's {gib(memory)}"
+    if slots < 1:
+        return f"{parts} leave no room for a single expert of {size.expert / 2**20:.1f} MiB"
+    if router > memory:
+        return f"{parts} + slots {gib(held)} exceed the device's {gib(memory)}"
+    return f"slots of {gib(held)} exceed a worker's {gib(memory)}" if held > memory else ""
+
+
+def gib(number: float) -> str:
+    """Bytes as text."""
+    return f"{number / GIB:.1f} GiB"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A decode step, milliseconds. `terms` by name; they add up to `token_ms`."""
+
+    terms: dict[str, float]
+
+    @property
+    def token_ms(self) -> float:
+        """Time of a step, which is the time per token of every stream."""
+        return sum(self.terms.values())
+
+    @property
+    def limit(self) -> str:
+        """The largest term."""
+        return max(self.terms, key=lambda name: self.terms[name])
+
+
+def speed(spec: ModelSpec, wanted: Wanted, hardware: Hardware, placed: Fit) -> Speed:
+    """How long a step takes once it fits."""
+    size, moe = sizes(spec, wanted, hardware.dtype), len(spec.moe_layers)
+    workers, per_ms = max(1, wanted.workers), hardware.hbm_gbs * 1e6  # bytes of a millisecond
+    distinct = moe * touched(spec, wanted.batch)
+    terms = {
+        "trunk weights": size.step / per_ms,
+        "KV": wanted.batch * size.kv_stream / per_ms,
+        "expert weights": distinct * size.expert / workers / per_ms,
+        "layers": spec.layers * hardware.layer_us / 1e3,
+        "link": moe * hardware.link_us[wanted.link] / 1e3,
+    }
+    missing = distinct * (1 - placed.slots / size.experts)
+    copies = missing * size.expert / workers / (hardware.pcie_gbs * 1e6)
+    hidden = min(copies * wanted.recall, sum(terms.values()))
+    return Speed({**terms, "expert copies": copies - hidden})
+
+
+def chart_values(spec: ModelSpec, wanted: Wanted, placed: Fit, *, model: str, gpu: bool) -> dict[str, Any]:
+    """Values of deploy/chart that run this: sizes with a fifth to spare, rounded up."""
+    size = sizes(spec, wanted)
+    gpus = {"gpus": 1} if gpu else {}
+    experts = "100%" if placed.slots == size.experts else f"{100 * placed.slots / size.experts:.0f}%"
+    stored = wanted.expert_format if wanted.expert_format in ("int8", "int4") else "stored"
+    own = {"device": "cuda" if gpu else "cpu", "slots": experts}
+    router: dict[str, Any] = {
+        "device": own["device"],
+        "max_batch": wanted.batch,
+        "max_step_tokens": max(512, 2 * wanted.batch),
+        "max_context": wanted.context,
+        "kv_memory_mb": _up(wanted.batch * size.kv_stream / 2**20, 256),
+        "kv_format": "auto" if wanted.kv_format == spec.dtype else wanted.kv_format,
+    }
+    host = placed.host / max(1, wanted.workers) + (0 if gpu else placed.worker)
+    values: dict[str, Any] = {
+        "model": {"path": model, "sizeGiB": max(1, _up((size.trunk + _stored(spec)) / GIB, 1))},
+        "router": {"settings": router, **gpus, "resources": _resources(4 * GIB + (0 if gpu else placed.router))},
+        "expert": {"mode": "local"},
+    }
+    if wanted.workers:
+        settings = {**own, **({"experts": stored} if stored != "stored" else {})}
+        mode = "pods" if wanted.link == "grpc" else "sidecars"
+        values["expert"] = {
+            **{"mode": mode, "shards": wanted.workers, "settings": settings},
+            **{**gpus, "resources": _resources(4 * GIB + host)},
+        }
+        router["link"] = wanted.link
+    else:
+        router["slots"] = experts
+        values["router"]["resources"] = _resources(4 * GIB + placed.host + (0 if gpu else placed.router))
+    return values
+
+
+def _stored(spec: ModelSpec) -> float:
+    """Bytes of the experts in the checkpoint."""
+    return 3.0 * spec.hidden_size * spec.expert_width * len(spec.moe_layers) * spec.num_experts * ELEMENT_BYTES[spec.dtype]
+
+
+def _resources(need: float) -> dict[str, Any]:
+    """Requests and limits for so many bytes of host memory."""
+    ask = _up(need / GIB, 1)
+    return {"requests": {"cpu": "4", "memory": f"{ask}Gi"}, "limits": {"memory": f"{_up(1.2 * ask, 1)}Gi"}}
+
+
+def _up(number: float, unit: int) -> int:
+    """Rounded up to a multiple."""
+    return -int(-number // unit) * unit

@@ -1,0 +1,188 @@
+"""The arithmetic of `forefetch plan`: against the formats' own sizes, a real file, and measured rows."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forefetch import plan
+from forefetch.errors import ConfigError
+from forefetch.families import read_spec
+from forefetch.plan import HARDWARE, Wanted, fit, sizes, speed
+from forefetch.shapes import synthetic_config
+from forefetch.spec import ModelSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+H200, CPU = HARDWARE["h200"], HARDWARE["cpu"]
+
+
+def shape(name: str) -> ModelSpec:
+    return read_spec(synthetic_config(f"synthetic:{name}"), {}, name)
+
+
+QWEN = shape("qwen3-30b-a3b")
+
+
+def test_sizes_are_those_of_the_published_model() -> None:
+    """30.5 billion parameters, 3.3 of them active for a token, as its card says."""
+    size = sizes(QWEN, Wanted())
+    assert (size.trunk + size.experts * size.expert) / 2 == pytest.approx(30.5e9, rel=0.01)
+    active = size.step + len(QWEN.moe_layers) * QWEN.top_k * size.expert
+    assert active / 2 == pytest.approx(3.3e9 - QWEN.vocab_size * QWEN.hidden_size, rel=0.1)
+
+
+@pytest.mark.parametrize("name", list(plan.PAGE_BYTES))
+def test_bytes_of_sealed_pages_are_those_of_the_format(name: str) -> None:
+    from forefetch.kernels.kv_codec.formats import KvFormat
+
+    assert KvFormat(name, thirds=16 if name == "mixed" else 0).blob_bytes == plan.PAGE_BYTES[name]
+
+
+@pytest.mark.parametrize("name", list(plan.EXPERT_BYTES))
+def test_bytes_of_experts_are_those_of_the_format(name: Any) -> None:
+    from forefetch.kernels.grouped_mlp.formats import ExpertFormat, blob_bytes
+
+    mine = sizes(QWEN, Wanted(expert_format=name)).expert
+    assert mine == pytest.approx(blob_bytes(QWEN.hidden_size, QWEN.expert_width, ExpertFormat(name)), rel=1e-3)
+
+
+def test_bytes_of_the_reference_model_are_those_of_its_file() -> None:
+    from forefetch.weights import Checkpoint
+
+    folder = ROOT / "models" / "reference"
+    spec, checkpoint = ModelSpec.load(folder), Checkpoint(folder)
+    size = sizes(spec, Wanted(context=100))
+    stored = sum(checkpoint.read(name).numel() for name in checkpoint.names) * 2
+    assert size.trunk + size.experts * size.expert == pytest.approx(stored, rel=0.001)
+
+
+def test_a_long_context_costs_a_seventh_in_two_bits() -> None:
+    dense, sealed = (plan.kv_bytes(QWEN, name, 32_000) for name in ("float16", "e2m0"))
+    assert 6 < dense / sealed < 7
+    assert plan.kv_bytes(QWEN, "e2m0", 100) == plan.kv_bytes(QWEN, "float16", 100), "a short one is all tail"
+
+
+def test_all_rows_together_touch_what_they_can() -> None:
+    assert plan.touched(QWEN, 1) == pytest.approx(8)
+    assert plan.touched(QWEN, 64) == pytest.approx(126, abs=1)  # 126.5 in the study's routings
+    assert plan.touched(QWEN, 4096) <= 128
+
+
+def test_what_fits() -> None:
+    whole = fit(QWEN, Wanted(batch=16), H200)
+    assert (whole.fits, whole.slots, whole.host) == (True, 48 * 128, 0)
+    small = replace(H200, memory_gib=24.0)
+    part = fit(QWEN, Wanted(batch=4), small)
+    assert part.fits
+    assert 0 < part.per_layer < 128
+    assert part.router <= 22 * plan.GIB
+    assert part.host == pytest.approx(54 * plan.GIB, rel=0.01)
+    none = fit(QWEN, Wanted(batch=200), small)
+    assert not none.fits
+    assert "GiB" in none.problem
+
+
+def test_the_batch_that_fits_fits_and_one_more_does_not() -> None:
+    wanted = Wanted(batch=1, context=8192, slots=0.5)
+    most = fit(QWEN, wanted, H200).max_batch
+    assert fit(QWEN, replace(wanted, batch=most), H200).fits
+    assert not fit(QWEN, replace(wanted, batch=most + 1), H200).fits
+
+
+def test_workers_take_the_experts_out_of_the_router() -> None:
+    alone = fit(QWEN, Wanted(batch=4), H200)
+    spread = fit(QWEN, Wanted(batch=4, workers=4, link="shm"), H200)
+    assert alone.router - spread.router == pytest.approx(alone.worker)
+    assert spread.worker == pytest.approx(alone.worker / 4)
+
+
+def ms(wanted: Wanted, hardware: plan.Hardware = H200, spec: ModelSpec = QWEN) -> plan.Speed:
+    return speed(spec, wanted, hardware, fit(spec, wanted, hardware))
+
+
+def test_hints_hide_copies_behind_the_rest_but_not_more_than_the_rest() -> None:
+    base = Wanted(batch=1, slots=0.5, expert_format="int4")
+    none, some = ms(base), ms(replace(base, recall=0.95))
+    resident = ms(replace(base, slots=1.0))
+    assert none.limit == "expert copies"
+    assert resident.token_ms <= some.token_ms < none.token_ms
+    full = ms(replace(base, recall=1.0, batch=64))
+    rest = sum(value for name, value in full.terms.items() if name != "expert copies")
+    copies = ms(replace(base, batch=64)).terms["expert copies"]
+    assert full.terms["expert copies"] == pytest.approx(max(0.0, copies - rest))
+
+
+def test_the_limit_moves_with_the_work() -> None:
+    assert ms(Wanted(batch=64, expert_format="int4", kv_format="e2m0")).limit == "expert weights"
+    assert ms(Wanted(batch=24, context=32_000, expert_format="int4", kv_format="float16")).limit == "KV"
+    assert ms(Wanted(batch=1, context=128, expert_format="int4")).limit == "layers"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"batch": 0},
+        {"context": 10**9},
+        {"slots": 0.0},
+        {"recall": 1.5},
+        {"kv_format": "fp5"},
+        {"expert_format": "int5"},
+        {"link": "shm"},
+        {"workers": 2},
+    ],
+)
+def test_nonsense_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--"):
+        Wanted(**wrong).validate(QWEN)
+
+
+# Measured microseconds of a layer's experts (routing, int4 products, sum) on an H200, by rows; Qwen3-30B-A3B shapes. A study's
+# figures, taken before this model was made; its fixed time per layer was set by looking at them.
+STUDY = {64: 92.3, 16: 64.6, 4: 32.4, 1: 15.8}
+
+
+@pytest.mark.parametrize(("rows", "measured"), STUDY.items())
+def test_experts_on_a_gpu_are_within_a_third_of_what_was_measured(rows: int, measured: float) -> None:
+    layers = len(QWEN.moe_layers)
+    predicted = 1e3 * ms(Wanted(batch=rows, expert_format="int4")).terms["expert weights"] / layers + H200.layer_us / 2
+    assert measured / 1.33 < predicted < measured * 1.33
+
+
+RANDOM = {
+    **{"model_type": "qwen3_moe", "dtype": "float32", "vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 8},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 64, "num_experts_per_tok": 8},
+    **{"moe_intermediate_size": 128, "intermediate_size": 1024, "max_position_embeddings": 4096, "norm_topk_prob": True},
+}
+
+
+def measured() -> dict[tuple[str, int], float]:
+    """(case, batch) -> tokens per second, the newest rows of decoding on a CPU."""
+    with (ROOT / "benchmarks" / "results.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["benchmark"] == "decode_throughput" and "Xeon" in row["hardware"]]
+    return {(row["case"], int(row["metric"].removeprefix("batch "))): float(row["value"]) for row in rows}
+
+
+# The two figures of HARDWARE["cpu"] are fitted to the reference model in one process, so those rows must come out; the others were
+# not looked at. There the model is up to 1.5 times too slow: random weights spread rows over fewer experts than even routing.
+TOLERANCE = {
+    "reference local": 1.25,
+    "random-120m local": 1.6,
+    "reference 2 workers, shm": 1.6,
+    "reference 2 workers, grpc": 1.6,
+}
+
+
+@pytest.mark.parametrize("case", TOLERANCE)
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_decoding_on_a_cpu_is_within_the_stated_factor(case: str, batch: int) -> None:
+    spec = ModelSpec.load(ROOT / "models" / "reference") if "reference" in case else read_spec(RANDOM, {}, "random")
+    # Both workers share the router's cores and memory, so they are no second device: one process, plus the link.
+    hardware = replace(CPU, layer_us=CPU.layer_us + CPU.link_us[case.split(", ")[1]]) if "," in case else CPU
+    wanted = Wanted(batch=batch, context=80, kv_format="float32", expert_format="float32")
+    predicted = 1e3 * batch / ms(wanted, hardware, spec).token_ms
+    factor = predicted / measured()[case, batch]
+    assert 1 / TOLERANCE[case] < factor < TOLERANCE[case], f"{predicted:.0f} tokens/s predicted, {factor:.2f} of the measured"
