@@ -166,8 +166,8 @@ def measured() -> dict[tuple[str, int], float]:
     return {(row["case"], int(row["metric"].removeprefix("batch "))): float(row["value"]) for row in rows}
 
 
-# The two figures of HARDWARE["cpu"] are fitted to the reference model in one process, so those rows must come out; the others were
-# not looked at. There the model is up to 1.5 times too slow: random weights spread rows over fewer experts than even routing.
+# The two figures of HARDWARE["cpu"] are fitted to the reference model in one process, so those rows must come out; the others
+# were not used. On the random model the prediction is up to 1.5 times too slow; why was not looked into.
 TOLERANCE = {
     "reference local": 1.25,
     "random-120m local": 1.6,
