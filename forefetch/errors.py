@@ -2,6 +2,7 @@
 
     ForefetchError                    base; str(error) is safe to show to a client
     |- BadRequest                     the caller's fault                         INVALID_ARGUMENT
+    |- Unauthenticated                the caller did not prove who it is         UNAUTHENTICATED
     |- NotFound                       no such thing (any more)                   NOT_FOUND
     |- Mismatch                       the two sides do not fit together          FAILED_PRECONDITION
     |  |- StaleEpoch                  someone else has taken this over         FAILED_PRECONDITION
@@ -35,6 +36,12 @@ class BadRequest(ForefetchError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+
+
+class Unauthenticated(ForefetchError):
+    """The call carries no credential, or none that is known."""
+
+    code = "UNAUTHENTICATED"
 
 
 class NotFound(ForefetchError):

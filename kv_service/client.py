@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import grpc
+import xxhash
 
 from forefetch import rpc
 from forefetch.errors import Cancelled, DeadlineExceeded, Mismatch, NotFound, Overloaded, StaleEpoch, Unavailable
 from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
-from kv_service.keys import Geometry, Key, chain, child_key, next_key, root_key
+from kv_service.keys import Geometry, Key, Origin, chain, child_key, next_key, root_key
+from kv_service.parts import Broken, Packer, whole_blocks
 from kv_service.store_sessions import SessionRecord, Verdict
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Key",
     "KvClient",
     "KvInfo",
+    "Origin",
     "SessionAck",
     "SessionRecord",
     "SessionState",
@@ -31,8 +33,6 @@ __all__ = [
     "root_key",
 ]
 
-CHUNK = 1 << 20
-"""Bytes in a chunk of Put."""
 CALL_S = 5.0
 """Deadline of calls that move no blocks, seconds."""
 TRANSFER_S = 30.0
@@ -76,11 +76,20 @@ class SessionState:
 class KvClient:
     """One channel to one KV service. Thread-safe. Calls raise ForefetchError (Unavailable, DeadlineExceeded, ...).
 
-    `broken_reads` counts gets that ended early for another reason than a block that is not held.
+    `broken_reads` counts gets that ended early for another reason than a block that is not held. `bearer`: who this caller
+    is, as metadata (rpc.auth.bearer reads it from a file). `origin`: what the blocks it puts are, for operators.
     """
 
-    def __init__(self, address: str, tls: rpc.Tls | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        tls: rpc.Tls | None = None,
+        bearer: Callable[[], Metadata] = tuple,
+        origin: Origin | None = None,
+    ) -> None:
         self.broken_reads = 0
+        self._bearer = bearer
+        self._origin = _wire_origin(origin) if origin else None
         self._channel = rpc.channel(address, tls)
         self._stub = pb_grpc.KvServiceStub(self._channel)
 
@@ -88,10 +97,13 @@ class KvClient:
         """Ends running calls with Cancelled and refuses new ones."""
         self._channel.close()
 
+    def _metadata(self, more: Metadata = ()) -> tuple[tuple[str, str], ...]:
+        return (*more, *self._bearer())
+
     def describe(self, timeout_s: float = CALL_S) -> KvInfo:
         """Identity and limits."""
         with _errors():
-            reply = self._stub.Describe(pb.KvServiceDescribeRequest(), timeout=timeout_s)
+            reply = self._stub.Describe(pb.KvServiceDescribeRequest(), timeout=timeout_s, metadata=self._metadata())
         return KvInfo(reply.instance_id, reply.budget_bytes, reply.max_block_bytes, reply.version)
 
     def put(
@@ -99,27 +111,27 @@ class KvClient:
     ) -> tuple[int, int]:
         """Sends blocks, parents before children; (held now, refused). Safe to repeat."""
         with _errors():
-            reply = self._stub.Put(_put_chunks(blocks), timeout=timeout_s, metadata=tuple(metadata))
+            reply = self._stub.Put(_put_messages(blocks, self._origin), timeout=timeout_s, metadata=self._metadata(metadata))
         return reply.stored, reply.refused
 
     def look_up(self, keys: Sequence[Key], timeout_s: float = CALL_S, metadata: Metadata = ()) -> int:
-        """Of a chain of keys, how many from the first on are held."""
-        request = pb.LookUpRequest(keys=map(_wire_key, keys))
+        """Of keys of one chain, in its order, how many from the first on are held."""
+        request = pb.LookUpRequest(digests=[key.digest for key in keys])
         with _errors():
-            return self._stub.LookUp(request, timeout=timeout_s, metadata=tuple(metadata)).held
+            return self._stub.LookUp(request, timeout=timeout_s, metadata=self._metadata(metadata)).held
 
     def get(self, keys: Sequence[Key], timeout_s: float = TRANSFER_S, metadata: Metadata = ()) -> list[bytes]:
-        """The blocks of a chain of keys up to the first that is not held, or did not arrive whole and in time.
+        """The blocks of keys of one chain up to the first that is not held, or did not arrive whole and in time.
 
         A service that is away, a deadline, a short or corrupt block: what came before is returned, and counted.
         """
         blocks: list[bytes] = []
         request = pb.GetRequest(keys=map(_wire_key, keys))
         with _errors():
-            stream = self._stub.Get(request, timeout=timeout_s, metadata=tuple(metadata))
+            stream = self._stub.Get(request, timeout=timeout_s, metadata=self._metadata(metadata))
         try:
             with _errors():
-                for block in _whole_blocks(stream):
+                for block in whole_blocks(stream):
                     blocks.append(block)
         except _MISSES:
             stream.cancel()
@@ -149,7 +161,7 @@ class KvClient:
         """`append_session` for many (session id, epoch, record) in one call; each has its own verdict."""
         request = pb.AppendSessionRequest(records=[_wire_record(*one) for one in records])
         with _errors():
-            reply = self._stub.AppendSession(request, timeout=timeout_s, metadata=tuple(metadata))
+            reply = self._stub.AppendSession(request, timeout=timeout_s, metadata=self._metadata(metadata))
         return [SessionAck(Verdict(ack.outcome), ack.epoch, ack.tokens, ack.blocks) for ack in reply.acks]
 
     def get_session(
@@ -159,7 +171,7 @@ class KvClient:
         request = pb.GetSessionRequest(session_id=session_id, claim=claim)
         try:
             with _errors():
-                reply = self._stub.GetSession(request, timeout=timeout_s, metadata=tuple(metadata))
+                reply = self._stub.GetSession(request, timeout=timeout_s, metadata=self._metadata(metadata))
         except NotFound:
             return None
         tokens, digests = tuple(reply.token_ids), tuple(reply.block_digests)
@@ -168,10 +180,10 @@ class KvClient:
     def stats(self, timeout_s: float = CALL_S) -> pb.KvServiceGetStatsResponse:
         """Counters since the service's start."""
         with _errors():
-            return self._stub.GetStats(pb.KvServiceGetStatsRequest(), timeout=timeout_s)
+            return self._stub.GetStats(pb.KvServiceGetStatsRequest(), timeout=timeout_s, metadata=self._metadata())
 
 
-_MISSES = (Unavailable, DeadlineExceeded, Cancelled, Overloaded, NotFound)
+_MISSES = (Unavailable, DeadlineExceeded, Cancelled, Overloaded, Broken)
 
 
 @contextmanager
@@ -185,7 +197,21 @@ def _errors() -> Iterator[None]:
 
 
 def _wire_key(key: Key) -> pb.BlockKey:
-    return pb.BlockKey(digest=key.digest, parent=key.parent, token_ids=key.token_ids)
+    return pb.BlockKey(digest=key.digest, parent=key.parent, token_ids=key.token_ids, position=key.position)
+
+
+def _wire_origin(origin: Origin) -> pb.BlockOrigin:
+    layers, kv_heads, head_dim = origin.geometry
+    return pb.BlockOrigin(
+        model_digest=origin.model_digest,
+        kv_format=origin.kv_format,
+        params=origin.params,
+        rope=origin.rope,
+        layers=layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=origin.page_size,
+    )
 
 
 def _wire_record(session_id: str, epoch: int, record: SessionRecord) -> pb.SessionRecord:
@@ -202,32 +228,12 @@ def _wire_record(session_id: str, epoch: int, record: SessionRecord) -> pb.Sessi
     )
 
 
-def _put_chunks(blocks: Iterable[tuple[Key, bytes]]) -> Iterator[pb.PutRequest]:
+def _put_messages(blocks: Iterable[tuple[Key, bytes]], origin: pb.BlockOrigin | None) -> Iterator[pb.PutRequest]:
+    packer = Packer()
+    if origin is not None:
+        yield pb.PutRequest(origin=origin)
     for key, block in blocks:
-        view, digest = memoryview(block), hashlib.sha256(block).digest()
-        for at in range(0, len(block), CHUNK):
-            chunk = pb.PutRequest(data=bytes(view[at : at + CHUNK]), last=at + CHUNK >= len(block))
-            if at == 0:
-                chunk.key.CopyFrom(_wire_key(key))
-                chunk.size = len(block)
-            if chunk.last:
-                chunk.checksum = digest
-            yield chunk
-
-
-def _whole_blocks(chunks: Iterable[pb.GetResponse]) -> Iterator[bytes]:
-    """Blocks whose chunks came in order and match their checksum; NotFound at the first that does not."""
-    parts: list[bytes] = []
-    index = 0
-    for chunk in chunks:
-        parts.append(chunk.data)
-        if chunk.index != index:
-            raise NotFound(f"a chunk of block {chunk.index} came within block {index}")
-        if chunk.last:
-            block = b"".join(parts)
-            if hashlib.sha256(block).digest() != chunk.checksum:
-                raise NotFound(f"block {index} arrived corrupt")
-            yield block
-            parts, index = [], index + 1
-    if parts:
-        raise NotFound(f"block {index} ended early")
+        for parts in packer.add(block, xxhash.xxh3_128_digest(block), key=_wire_key(key)):
+            yield pb.PutRequest(parts=parts)
+    if rest := packer.rest():
+        yield pb.PutRequest(parts=rest)

@@ -6,27 +6,64 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from forefetch.errors import ConfigError
-from forefetch.settings import ServiceConfig, setting
+from forefetch.rpc.auth import AuthConfig
+from forefetch.settings import setting
+from kv_service.store_room import Limits
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
-class KvConfig(ServiceConfig):
-    """The KV service: holds sealed KV blocks in memory, so that they outlive a router."""
+class KvConfig(AuthConfig):
+    """The KV service: holds sealed KV blocks and session logs, so that they outlive a router."""
 
     PROG: ClassVar[str] = "python -m kv_service"
     ENV: ClassVar[str] = "FOREFETCH_KV_"
 
     budget_mb: int = setting(
         1024,
-        """Most memory for blocks in MiB, blocks on their way in included. When it is full, the blocks that were used
-        least recently go, ends of prefixes first.""",
+        """Most memory for blocks in MiB, blocks on their way in included. Without --dir it is all that is held: when it is
+        full, the ends of prefixes go first, and of those what is cheap to compute again for its size and was not used
+        lately. With --dir it holds what is on its way to disk and what was used last.""",
     )
     max_block_mb: int = setting(
         64,
         """Largest block taken, in MiB; a larger one is refused. A block is a page of tokens of every layer:
         2 x layers x KV heads x head dim x page size x bytes of an element. At most --budget-mb.""",
+    )
+    dir: str = setting(
+        "",
+        """Folder for blocks and session logs, made if it is missing; a restart finds there what it held and serves at once.
+        One service per folder. What is damaged at start is renamed to *.damaged and an empty store takes its place.
+        Unset: memory only, and a restart forgets everything.""",
+    )
+    disk_gb: float = setting(
+        16.0,
+        """Most disk for blocks in GiB; needs --dir. The file may take a quarter more while blocks come and go. When it is full,
+        blocks go as under --budget-mb.""",
+    )
+    tenant_share: float = setting(
+        1.0,
+        """Largest share, above 0 to 1, of the blocks' budget (disk with --dir, else memory) that one tenant may take. A tenant
+        at its share evicts its own blocks.""",
+    )
+    share_tenants: bool = setting(
+        False,
+        """Let all callers see each other's blocks and sessions, as one tenant. A router's own users stay apart all the same
+        when it salts their keys.""",
+    )
+    operators: str = setting(
+        "",
+        """Tenants, separated by commas, whose callers may inspect and verify the blocks of all tenants. Others see their
+        own.""",
+    )
+    session_mb: int = setting(
+        256,
+        """Most memory for session logs in MiB, and a quarter of what they may take on disk. When it is full, sessions go that
+        were used least recently. One record may take a quarter of it.""",
+    )
+    session_idle_s: float = setting(
+        86_400.0, "Seconds after its last use that a session may be dropped. A restart counts as a use."
     )
 
     def validate(self) -> None:
@@ -36,11 +73,20 @@ class KvConfig(ServiceConfig):
             raise ConfigError("--max-block-mb: must be at least 1")
         if self.budget_mb < self.max_block_mb:
             raise ConfigError(f"--budget-mb: must be at least --max-block-mb, which is {self.max_block_mb}")
+        if self.dir and self.disk_gb * GIB < self.max_block_bytes:
+            raise ConfigError(f"--disk-gb: must hold a block of --max-block-mb, which is {self.max_block_mb}")
+        if not 0.0 < self.tenant_share <= 1.0:
+            raise ConfigError("--tenant-share: must be above 0 and at most 1")
+        if self.session_mb < 1:
+            raise ConfigError("--session-mb: must be at least 1")
+        if self.session_idle_s <= 0:
+            raise ConfigError("--session-idle-s: must be above 0")
 
     @property
-    def budget_bytes(self) -> int:
-        """--budget-mb in bytes."""
-        return self.budget_mb * MIB
+    def limits(self) -> Limits:
+        """Budgets in bytes."""
+        memory, disk = self.budget_mb * MIB, int(self.disk_gb * GIB) if self.dir else 0
+        return Limits(memory, disk, int((disk or memory) * self.tenant_share))
 
     @property
     def max_block_bytes(self) -> int:

@@ -1,128 +1,149 @@
-"""Chunks of a Put stream -> blocks in the store."""
+"""Parts of a Put stream -> blocks in the vault."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+import xxhash
 
 from forefetch.errors import BadRequest
 from forefetch.v1 import kv_pb2 as pb
 from kv_service.keys import DIGEST_BYTES, Key, child_key
-from kv_service.store import Outcome, Reservation, Store
+from kv_service.store import Outcome, Reservation
 
 _log = logging.getLogger(__name__)
 
 MAX_TOKENS = 4_096
 """Most tokens in a block."""
-MAX_CHUNK = 4 << 20
-"""Most bytes in a chunk of Put."""
+MAX_PART = 4 << 20
+"""Most bytes in a part of a block."""
+CHECKSUM_BYTES = 16
+
+
+class Keeper(Protocol):
+    """Where whole blocks go; see Vault."""
+
+    def commit(self, place: Reservation, data: bytes | bytearray, checksum: bytes, origin: bytes = b"") -> Outcome:
+        """Makes a whole block visible."""
+
+    def abort(self, place: Reservation) -> Outcome:
+        """Gives up a block that did not arrive whole."""
+
+    def refuse(self, outcome: Outcome) -> Outcome:
+        """Counts a block that is not taken."""
+
+
+def check_digest(digest: bytes, field: str) -> None:
+    """BadRequest unless it has a digest's size."""
+    if len(digest) != DIGEST_BYTES:
+        raise BadRequest(field, f"must be {DIGEST_BYTES} bytes, is {len(digest)}")
 
 
 def read_key(key: pb.BlockKey, field: str) -> Key:
-    """A key whose shape is right and, where it can be known, whose digest is that of its parent and tokens."""
-    if len(key.digest) != DIGEST_BYTES:
-        raise BadRequest(f"{field}.digest", f"must be {DIGEST_BYTES} bytes, is {len(key.digest)}")
-    if len(key.parent) not in (0, DIGEST_BYTES):
-        raise BadRequest(f"{field}.parent", f"must be empty or {DIGEST_BYTES} bytes, is {len(key.parent)}")
+    """A key whose shape is right. That its digest is that of its parent and tokens is for `check_key`."""
+    check_digest(key.digest, f"{field}.digest")
+    check_digest(key.parent, f"{field}.parent")
     if not 1 <= len(key.token_ids) <= MAX_TOKENS:
         raise BadRequest(f"{field}.token_ids", f"must be 1 to {MAX_TOKENS} ids, are {len(key.token_ids)}")
-    if key.parent and child_key(key.parent, key.token_ids) != key.digest:
+    return Key(key.digest, key.parent, tuple(key.token_ids), key.position)
+
+
+def check_key(key: Key, field: str) -> Key:
+    """BadRequest unless the digest follows from parent and tokens."""
+    if child_key(key.parent, key.token_ids) != key.digest:
         raise BadRequest(f"{field}.digest", "is not the digest of its parent and token_ids")
-    return Key(key.digest, key.parent, tuple(key.token_ids))
+    return key
 
 
-def read_chain(keys: Sequence[pb.BlockKey], limit: int) -> list[Key]:
-    """Keys of which each is the child of the one before."""
+def read_keys(keys: Sequence[pb.BlockKey], limit: int) -> list[Key]:
+    """Keys of a Get."""
     if len(keys) > limit:
         raise BadRequest("keys", f"must be at most {limit}, are {len(keys)}")
-    chain = [read_key(key, f"keys[{index}]") for index, key in enumerate(keys)]
-    for index in range(1, len(chain)):
-        if chain[index].parent != chain[index - 1].digest:
-            raise BadRequest(f"keys[{index}].parent", "must be the digest of the key before")
-    return chain
+    return [read_key(key, f"keys[{index}]") for index, key in enumerate(keys)]
 
 
 @dataclass(slots=True)
 class _Arriving:
-    """A block of which not all chunks are here. `place` is where it will go, or why it will not be kept."""
+    """A block of which not all parts are here. `place` is where it will go, or why it will not be kept."""
 
     size: int
     place: Reservation | Outcome
     data: bytearray
-    hash: Any = field(default_factory=hashlib.sha256)
+    hash: Any = field(default_factory=xxhash.xxh3_128)
     got: int = 0
 
-    def add(self, chunk: bytes) -> None:
-        if self.got + len(chunk) > self.size:
-            raise BadRequest("data", f"more than the block's size of {self.size} bytes")
+    def add(self, part: bytes) -> None:
+        if self.got + len(part) > self.size:
+            raise BadRequest("parts.data", f"more than the block's size of {self.size} bytes")
         if isinstance(self.place, Reservation):
-            self.hash.update(chunk)
+            self.hash.update(part)
             if self.data:
-                self.data[self.got : self.got + len(chunk)] = chunk
-        self.got += len(chunk)
+                self.data[self.got : self.got + len(part)] = part
+        self.got += len(part)
 
 
 class Intake:
-    """Assembles the blocks of one Put stream. Use as a context manager: leaving it drops a block that is not complete."""
+    """Assembles the blocks of one Put stream. Use as a context manager: leaving it gives up a block that is not complete.
 
-    def __init__(self, store: Store, lock: AbstractContextManager[Any], max_block_bytes: int) -> None:
+    `reserve(key, size)` is Vault.reserve for the caller's tenant.
+    """
+
+    def __init__(self, keeper: Keeper, reserve: Callable[[Key, int], Reservation | Outcome], max_block_bytes: int) -> None:
         self.stored = self.refused = 0
-        self._store, self._lock, self._max_block_bytes = store, lock, max_block_bytes
+        self.origin = b""
+        self._keeper, self._reserve, self._max_block_bytes = keeper, reserve, max_block_bytes
         self._arriving: _Arriving | None = None
+        self._left_out: set[bytes] = set()  # digests of this stream's blocks that found no room
 
     def __enter__(self) -> Intake:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def take(self, chunk: pb.PutRequest) -> None:
-        """The next chunk of the stream. BadRequest names the field that is wrong."""
-        if len(chunk.data) > MAX_CHUNK:
-            raise BadRequest("data", f"must be at most {MAX_CHUNK} bytes in a chunk, is {len(chunk.data)}")
-        if len(chunk.checksum) != (DIGEST_BYTES if chunk.last else 0):
-            raise BadRequest("checksum", f"must be {DIGEST_BYTES} bytes in a block's last chunk and empty in the others")
-        if self._arriving is None:
-            self._arriving = self._begin(chunk)
-        elif chunk.HasField("key") or chunk.size:
-            raise BadRequest("key", "must be set in a block's first chunk only, and so must size")
-        self._arriving.add(chunk.data)
-        if chunk.last:
-            self._finish(self._arriving, chunk.checksum)
-            self._arriving = None
-
-    def _begin(self, chunk: pb.PutRequest) -> _Arriving:
-        if not chunk.HasField("key"):
-            raise BadRequest("key", "must be set in a block's first chunk")
-        if not 1 <= chunk.size <= self._max_block_bytes:
-            raise BadRequest("size", f"must be 1 to {self._max_block_bytes} bytes, is {chunk.size}")
-        key = read_key(chunk.key, "key")
-        with self._lock:
-            place = self._store.reserve(key, chunk.size)
-        kept = isinstance(place, Reservation) and not place.held
-        return _Arriving(chunk.size, place, bytearray(chunk.size if kept else 0))
-
-    def _finish(self, block: _Arriving, checksum: bytes) -> None:
-        whole = block.got == block.size and block.hash.digest() == checksum
-        self._settle(block, checksum if whole else b"")
-
-    def end(self) -> None:
-        """The stream is over; what had begun and not ended is refused."""
         block, self._arriving = self._arriving, None
         if block is not None:
             self._settle(block, b"")
 
+    def take(self, part: pb.BlockPart) -> None:
+        """The next part of the stream. BadRequest names the field that is wrong."""
+        if len(part.data) > MAX_PART:
+            raise BadRequest("parts.data", f"must be at most {MAX_PART} bytes in a part, is {len(part.data)}")
+        if len(part.checksum) != (CHECKSUM_BYTES if part.last else 0):
+            raise BadRequest("parts.checksum", f"must be {CHECKSUM_BYTES} bytes in a block's last part and empty in the others")
+        if self._arriving is None:
+            self._arriving = self._begin(part)
+        elif part.HasField("key") or part.size:
+            raise BadRequest("parts.key", "must be set in a block's first part only, and so must size")
+        self._arriving.add(part.data)
+        if part.last:
+            block, self._arriving = self._arriving, None
+            whole = block.got == block.size and block.hash.digest() == part.checksum
+            self._settle(block, part.checksum if whole else b"")
+
+    def _begin(self, part: pb.BlockPart) -> _Arriving:
+        if not part.HasField("key"):
+            raise BadRequest("parts.key", "must be set in a block's first part")
+        if not 1 <= part.size <= self._max_block_bytes:
+            raise BadRequest("parts.size", f"must be 1 to {self._max_block_bytes} bytes, is {part.size}")
+        key = check_key(read_key(part.key, "parts.key"), "parts.key")
+        if key.parent in self._left_out:  # nobody could reach it; what is held must not give way to it
+            place: Reservation | Outcome = self._keeper.refuse(Outcome.NO_ROOM)
+        else:
+            place = self._reserve(key, part.size)
+        if isinstance(place, Outcome):
+            self._left_out.add(key.digest)
+        kept = isinstance(place, Reservation) and place.kept
+        return _Arriving(part.size, place, bytearray(part.size if kept else 0))
+
     def _settle(self, block: _Arriving, checksum: bytes) -> None:
-        """Commits a block, or drops it when `checksum` is empty."""
+        """Commits a block, or gives it up when `checksum` is empty."""
         outcome = block.place
         if isinstance(outcome, Reservation):
-            with self._lock:
-                outcome = self._store.commit(outcome, block.data, checksum) if checksum else self._store.abort(outcome)
+            keeper = self._keeper
+            outcome = keeper.commit(outcome, block.data, checksum, self.origin) if checksum else keeper.abort(outcome)
         if outcome is Outcome.CONFLICT:
-            _log.error("a block was put whose key holds other bytes or tokens; the key of its bytes is wrong somewhere")
+            _log.error("a block was put whose key holds other bytes; either is wrong, and so is whoever made it")
         self.stored += outcome.good
         self.refused += not outcome.good

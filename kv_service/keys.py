@@ -33,11 +33,26 @@ class Geometry(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A block's name. `parent` is the digest of the block before, b"" for the first; `token_ids` are the block's own."""
+    """A block's name. `parent` is the digest of the block before, the root for the first; `token_ids` are the block's own.
+
+    `position` is the number of tokens before the block. It is no part of the digest and decides about eviction only.
+    """
 
     digest: bytes
     parent: bytes
     token_ids: tuple[int, ...]
+    position: int = 0
+
+
+class Origin(NamedTuple):
+    """What a chain's blocks are, for operators: the parameters of `root_key` but for the tenant."""
+
+    model_digest: str
+    geometry: Geometry
+    rope: str
+    kv_format: str
+    params: str
+    page_size: int
 
 
 def root_key(
@@ -69,8 +84,8 @@ def chain(root: bytes, blocks: Iterable[Sequence[int]]) -> list[Key]:
 
 def next_key(root: bytes, before: Key | None, token_ids: Sequence[int]) -> Key:
     """The key of the block of `token_ids` after `before`; None: it is the first."""
-    parent = before.digest if before else b""
-    return Key(child_key(parent or root, token_ids), parent, tuple(token_ids))
+    parent, position = (before.digest, before.position + len(before.token_ids)) if before else (root, 0)
+    return Key(child_key(parent, token_ids), parent, tuple(token_ids), position)
 
 
 def _digest(*values: bytes) -> bytes:

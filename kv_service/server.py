@@ -1,37 +1,43 @@
-"""KvService over gRPC: threads, deadlines and limits around the store."""
+"""KvService over gRPC: callers, threads, deadlines and limits around the vault and the session logs."""
 
 from __future__ import annotations
 
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 
 from forefetch import rpc
-from forefetch.errors import BadRequest, NotFound, Overloaded
+from forefetch.errors import BadRequest, Overloaded
+from forefetch.rpc.auth import Authenticator
 from forefetch.telemetry import names
-from forefetch.telemetry.metrics import KvMetrics, new_registry
 from forefetch.telemetry.spans import Exporter
 from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
 from forefetch.version import VERSION
+from kv_service import operators
 from kv_service.config import KvConfig
-from kv_service.intake import Intake, read_chain
-from kv_service.keys import DIGEST_BYTES
-from kv_service.store import Block, Store
-from kv_service.store_sessions import Session, SessionRecord, Verdict
+from kv_service.disk import Disk, take_lock
+from kv_service.intake import Intake, check_digest, read_keys
+from kv_service.parts import Packer
+from kv_service.session_log import SessionLogs
+from kv_service.session_rows import check_record, check_session_id
+from kv_service.vault import Vault
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 SERVICE = "forefetch.v1.KvService"
-CHUNK = 1 << 20
-"""Bytes in a chunk of Get."""
 MAX_KEYS = 16_384
 """Most keys in a LookUp or Get: two million tokens at 128 a block."""
-MAX_SESSION_ID = 128
-"""Most bytes in a session's name."""
+MAX_RECORDS = 4_096
+"""Most records in an AppendSession."""
 THREADS = 16
 TRANSFERS = 12
 """Put and Get streams at a time; the other threads stay free for health, look-ups and Describe."""
@@ -40,19 +46,43 @@ TRANSFER_LIMIT_S = 60.0
 
 
 class KvServicer(pb_grpc.KvServiceServicer):
-    """The methods. Thread-safe: the store is used under a lock that is never held while bytes move."""
+    """The methods. Thread-safe. `close` writes what is not on disk yet."""
 
     def __init__(self, config: KvConfig, exporter: Exporter) -> None:
         self._config, self._exporter = config, exporter
-        self._store, self._lock = Store(config.budget_bytes), threading.Lock()
-        self._sessions: dict[str, Session] = {}
+        self._auth = Authenticator.of(config)
         self._instance_id, self._started = uuid.uuid4().hex, time.monotonic()
-        self._transfers = 0
+        self._lock, self._transfers, self._slow = threading.Lock(), 0, 0
+        with ExitStack() as opened:
+            folder = Path(config.dir) if config.dir else None
+            if folder is not None:
+                opened.callback(take_lock(folder).close)
+            disk = Disk(folder, config.limits.disk) if folder is not None else None
+            self.sessions = SessionLogs(config.session_mb << 20, config.session_idle_s, folder)
+            opened.callback(self.sessions.close)
+            self.vault = Vault(config.limits, disk)
+            opened.callback(self.vault.close)
+            self._opened = opened.pop_all()
+
+    def close(self) -> None:
+        """Call once, when no call is running any more."""
+        self._opened.close()
 
     @property
     def busy(self) -> bool:
-        """Whether a Put or Get is running."""
+        """Whether a transfer is running."""
         return self._transfers > 0
+
+    def _tag(self, context: grpc.ServicerContext) -> bytes:
+        """The caller's tenant as names begin with it."""
+        tenant = self._auth.tenant(context)
+        return self.vault.tag("" if self._config.share_tenants else tenant)
+
+    def _sees(self, context: grpc.ServicerContext) -> Callable[[bytes], bool]:
+        """Of which tags the caller may see blocks."""
+        mine, named = self._tag(context), [name.strip() for name in self._config.operators.split(",")]
+        operator = self._auth.tenant(context) in named
+        return lambda tag: operator or tag == mine
 
     @contextmanager
     def _transfer(self, context: grpc.ServicerContext, name: str) -> Iterator[None]:
@@ -60,7 +90,7 @@ class KvServicer(pb_grpc.KvServiceServicer):
             if self._transfers >= TRANSFERS:
                 raise Overloaded(f"{TRANSFERS} transfers are running", retry_after_s=0.1)
             self._transfers += 1
-        limit = threading.Timer(TRANSFER_LIMIT_S, context.cancel)
+        limit = threading.Timer(TRANSFER_LIMIT_S, self._cut, (context,))
         limit.daemon = True
         limit.start()
         try:
@@ -71,12 +101,17 @@ class KvServicer(pb_grpc.KvServiceServicer):
             with self._lock:
                 self._transfers -= 1
 
+    def _cut(self, context: grpc.ServicerContext) -> None:
+        self._slow += 1
+        context.cancel()
+
     @rpc.sync_handler
     def Describe(self, request: pb.KvServiceDescribeRequest, context: grpc.ServicerContext) -> pb.KvServiceDescribeResponse:
         """Identity and limits."""
+        self._auth.tenant(context)
         return pb.KvServiceDescribeResponse(
             instance_id=self._instance_id,
-            budget_bytes=self._config.budget_bytes,
+            budget_bytes=self._config.limits.home,
             max_block_bytes=self._config.max_block_bytes,
             version=VERSION,
         )
@@ -84,141 +119,127 @@ class KvServicer(pb_grpc.KvServiceServicer):
     @rpc.sync_handler
     def Put(self, request: Iterator[pb.PutRequest], context: grpc.ServicerContext) -> pb.PutResponse:
         """Takes blocks until the stream ends; a stream that breaks leaves the blocks that were complete."""
+        tag = self._tag(context)
         with self._transfer(context, names.KV_PUT):
-            with Intake(self._store, self._lock, self._config.max_block_bytes) as intake:
-                for chunk in request:
-                    intake.take(chunk)
+            vault = self.vault
+            with Intake(
+                vault, lambda key, size: vault.reserve(tag, key, size, TRANSFER_LIMIT_S), self._config.max_block_bytes
+            ) as intake:
+                for message in request:
+                    if message.HasField("origin"):
+                        intake.origin = operators.remember(vault, message.origin)
+                    for part in message.parts:
+                        intake.take(part)
             return pb.PutResponse(stored=intake.stored, refused=intake.refused)
 
     @rpc.sync_handler
     def LookUp(self, request: pb.LookUpRequest, context: grpc.ServicerContext) -> pb.LookUpResponse:
         """The longest contiguous prefix that is held."""
+        tag = self._tag(context)
         with self._exporter.server_span(context.invocation_metadata(), names.KV_LOOK_UP):
-            keys = read_chain(request.keys, MAX_KEYS)
-            with self._lock:
-                return pb.LookUpResponse(held=self._store.look_up(keys))
+            digests = list(request.digests)
+            if len(digests) > MAX_KEYS:
+                raise BadRequest("digests", f"must be at most {MAX_KEYS}, are {len(digests)}")
+            for digest in digests:
+                check_digest(digest, "digests")
+            return pb.LookUpResponse(held=self.vault.look_up(tag, digests))
 
     @rpc.sync_handler
     def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[pb.GetResponse]:
         """Blocks in order, up to the first that is not held."""
-        keys = read_chain(request.keys, MAX_KEYS)
+        tag, keys = self._tag(context), read_keys(request.keys, MAX_KEYS)
         with self._transfer(context, names.KV_GET):
-            for index, key in enumerate(keys):
-                with self._lock:
-                    block = self._store.get(key)
-                if block is None:
-                    return
-                yield from _chunks(index, block)
+            packer = Packer()
+            for block in self.vault.read(tag, keys):
+                for parts in packer.add(block.data, block.checksum, index=block.index):
+                    yield pb.GetResponse(parts=parts)
+            if rest := packer.rest():
+                yield pb.GetResponse(parts=rest)
 
     @rpc.sync_handler
     def AppendSession(self, request: pb.AppendSessionRequest, context: grpc.ServicerContext) -> pb.AppendSessionResponse:
         """Applies records one after the other."""
-        records = [read_record(record, f"records[{index}]") for index, record in enumerate(request.records)]
-        with self._lock:
-            return pb.AppendSessionResponse(acks=[self._append(*record) for record in records])
-
-    def _append(self, session_id: str, epoch: int, record: SessionRecord) -> pb.SessionAck:
-        session = self._sessions.setdefault(session_id, Session())
-        verdict = session.verdict(epoch, record)
-        if verdict is Verdict.APPENDED:
-            session.apply(epoch, record)
-        return pb.SessionAck(
-            outcome=f"SESSION_OUTCOME_{verdict.name}",
-            epoch=session.epoch,
-            tokens=len(session.token_ids),
-            blocks=len(session.block_digests),
-        )
+        tag = self._tag(context)
+        if len(request.records) > MAX_RECORDS:
+            raise BadRequest("records", f"must be at most {MAX_RECORDS}, are {len(request.records)}")
+        for index, record in enumerate(request.records):
+            check_record(record, f"records[{index}]")
+        reply = pb.AppendSessionResponse()
+        for verdict, session in self.sessions.append(tag, request.records):
+            tokens, blocks = len(session.token_ids), len(session.block_digests)
+            outcome = f"SESSION_OUTCOME_{verdict.name}"
+            reply.acks.append(pb.SessionAck(outcome=outcome, epoch=session.epoch, tokens=tokens, blocks=blocks))
+        return reply
 
     @rpc.sync_handler
     def GetSession(self, request: pb.GetSessionRequest, context: grpc.ServicerContext) -> pb.GetSessionResponse:
         """A session, claimed if the caller says so."""
+        tag = self._tag(context)
         check_session_id(request.session_id, "session_id")
-        with self._lock:
-            session = self._sessions.get(request.session_id)
-            if request.claim:
-                session = self._sessions.setdefault(request.session_id, Session())
-                session.epoch += 1
-            if session is None:
-                raise NotFound("no such session")
-            return pb.GetSessionResponse(
-                epoch=session.epoch,
-                token_ids=session.token_ids,
-                block_digests=session.block_digests,
-                state=session.state,
-                tail=session.tail,
-                tail_position=session.tail_position,
-            )
+        session = self.sessions.get(tag, request.session_id, request.claim)
+        return pb.GetSessionResponse(
+            epoch=session.epoch,
+            token_ids=session.token_ids,
+            block_digests=session.block_digests,
+            state=session.state,
+            tail=session.tail,
+            tail_position=session.tail_position,
+        )
 
     @rpc.sync_handler
     def GetStats(self, request: pb.KvServiceGetStatsRequest, context: grpc.ServicerContext) -> pb.KvServiceGetStatsResponse:
         """Counters."""
+        self._auth.tenant(context)
         return self.stats()
+
+    @rpc.sync_handler
+    def Inspect(self, request: pb.InspectRequest, context: grpc.ServicerContext) -> Iterator[pb.InspectResponse]:
+        """Blocks held, chain by chain."""
+        yield from operators.inspect(self.vault, request, self._sees(context))
+
+    @rpc.sync_handler
+    def Verify(self, request: pb.VerifyRequest, context: grpc.ServicerContext) -> Iterator[pb.VerifyResponse]:
+        """Reads and checks every block."""
+        yield from operators.verify(self.vault, self._sees(context), context.is_active)
 
     def stats(self) -> pb.KvServiceGetStatsResponse:
         """What happened since start."""
-        with self._lock:
-            return pb.KvServiceGetStatsResponse(
-                uptime_s=time.monotonic() - self._started,
-                blocks=len(self._store),
-                bytes=self._store.bytes,
-                budget_bytes=self._store.budget_bytes,
-                **asdict(self._store.counters),
-            )
-
-
-def check_session_id(session_id: str, field: str) -> None:
-    """BadRequest unless it is a name that a session may have."""
-    if not 1 <= len(session_id.encode()) <= MAX_SESSION_ID:
-        raise BadRequest(field, f"must be 1 to {MAX_SESSION_ID} bytes, is {len(session_id.encode())}")
-
-
-def read_record(record: pb.SessionRecord, field: str) -> tuple[str, int, SessionRecord]:
-    """(session id, epoch, record) off the wire."""
-    check_session_id(record.session_id, f"{field}.session_id")
-    if record.epoch < 1:
-        raise BadRequest(f"{field}.epoch", "must be at least 1")
-    if any(len(digest) != DIGEST_BYTES for digest in record.block_digests):
-        raise BadRequest(f"{field}.block_digests", f"must be {DIGEST_BYTES} bytes each")
-    if record.block_digests and not record.HasField("first_block"):
-        raise BadRequest(f"{field}.first_block", "must be set when there are block_digests")
-    return (
-        record.session_id,
-        record.epoch,
-        SessionRecord(
-            position=record.position,
-            token_ids=tuple(record.token_ids),
-            first_block=record.first_block if record.HasField("first_block") else None,
-            block_digests=tuple(record.block_digests),
-            state=record.state if record.HasField("state") else None,
-            tail=record.tail if record.HasField("tail") else None,
-            tail_position=record.tail_position,
-        ),
-    )
-
-
-def _chunks(index: int, block: Block) -> Iterator[pb.GetResponse]:
-    view, size = memoryview(block.data), len(block.data)
-    for at in range(0, size, CHUNK):
-        last = at + CHUNK >= size
-        yield pb.GetResponse(
-            index=index, data=bytes(view[at : at + CHUNK]), last=last, checksum=block.checksum if last else b""
+        sessions = self.sessions
+        vault = self.vault.stats()
+        vault["damaged_at_start"] += sessions.damaged
+        return pb.KvServiceGetStatsResponse(
+            uptime_s=time.monotonic() - self._started,
+            slow_peers=self._slow,
+            unauthenticated=self._auth.refused,
+            sessions=len(sessions),
+            session_bytes=sessions.bytes,
+            **asdict(sessions.counters),
+            **vault,
         )
 
 
 def serve(config: KvConfig) -> None:
     """Serves until a signal."""
-    exporter, registry = Exporter(config, names.SERVICE_KV), new_registry()
+    exporter = Exporter(config, names.SERVICE_KV)
     servicer = KvServicer(config, exporter)
-    KvMetrics(registry, servicer.stats)
-    server = rpc.serve_sync(
-        config,
-        SERVICE,
-        lambda server: pb_grpc.add_KvServiceServicer_to_server(servicer, server),
-        max_workers=THREADS,
-        busy=lambda: servicer.busy,
-        registry=registry,
-    )
     try:
+        server = rpc.serve_sync(
+            config,
+            SERVICE,
+            lambda server: pb_grpc.add_KvServiceServicer_to_server(servicer, server),
+            max_workers=THREADS,
+            busy=lambda: servicer.busy,
+            registry=_registry(servicer) if config.metrics_listen else None,
+        )
         server.run()
     finally:
+        servicer.close()
         exporter.close()
+
+
+def _registry(servicer: KvServicer) -> CollectorRegistry:
+    from forefetch.telemetry.metrics import KvMetrics, new_registry  # loads Prometheus and numpy: only where they are used
+
+    registry = new_registry()
+    KvMetrics(registry, servicer.stats)
+    return registry

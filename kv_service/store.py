@@ -1,22 +1,22 @@
-"""Which blocks are held, and which go. Pure: no clock, no threads; the caller holds a lock.
+"""Which blocks are held. Pure: times are arguments; the bytes are the caller's, who also holds a lock.
 
-A block is held only while the block before it is, so every held block can be reached from a first one. Whoever uses a block
-uses its prefix too: a use moves the block and then everything before it to the recent end of one list, so that a block
-always stands before its parent, and taking from the old end evicts leaves first, least recently used first.
-
-Put has two steps. `reserve` makes room before the first byte arrives, so that blocks on their way count against the budget;
-`commit` makes the whole block visible at once, `abort` leaves nothing behind. Blocks are never changed: who holds a `Block`
-may read it while it is evicted.
+A block is RESERVED (its bytes are counted and on their way), then SEALED (visible, at once and whole), then gone. `commit`
+compares the epoch of the reservation, so a writer who was overtaken changes nothing. What is evicted, dropped and written is
+decided in `room`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import sys
+from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from kv_service.keys import Key
+from kv_service.store_order import Entry, State
+from kv_service.store_room import Limits, Room
 
 
 class Outcome(Enum):
@@ -24,9 +24,10 @@ class Outcome(Enum):
 
     STORED = "stored"
     HELD = "the same bytes are held already"
-    CONFLICT = "other bytes or tokens are held under this key"
-    NO_ROOM = "the budget does not hold it next to its prefix"
-    ORPHAN = "the block before it is not held"
+    CONFLICT = "other bytes are held under this key"
+    NO_ROOM = "the budget, or the tenant's share of it, does not hold it"
+    BUSY = "no room now, but blocks are on their way to disk, being read or being deleted: try again"
+    STALE = "another writer is bringing it, or took over before it was whole"
     BROKEN = "it ended early or its checksum is wrong"
 
     @property
@@ -36,21 +37,12 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """A held block. `data` is never written to again; `checksum` is its SHA-256."""
-
-    key: Key
-    data: bytes | bytearray
-    checksum: bytes
-
-
-@dataclass(slots=True, eq=False)
 class Reservation:
-    """Room for a block on its way. `held`: the key is held, so its bytes are compared by checksum and need not be kept."""
+    """Room for a block on its way. `kept` False: someone else has it or brings it, so its bytes are only compared."""
 
-    key: Key
-    size: int
-    held: bool
+    entry: Entry
+    epoch: int
+    kept: bool
 
 
 @dataclass(slots=True)
@@ -61,104 +53,171 @@ class Counters:
     misses: int = 0
     stored: int = 0
     refused: int = 0
-    evicted: int = 0
     conflicts: int = 0
+    broken: int = 0
+    no_room: int = 0
+    stale_writers: int = 0
+    duplicates: int = 0
+
+
+def pack(token_ids: Sequence[int]) -> bytes:
+    """Token ids as an Entry has them."""
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
 
 class Store:
-    """Blocks by digest, `budget_bytes` of them at most, blocks on their way included."""
+    """The index. A block's name is its tenant's tag and its digest."""
 
-    def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
-        self.bytes = 0
-        self.reserved = 0
+    def __init__(self, limits: Limits) -> None:
         self.counters = Counters()
-        self._blocks: OrderedDict[bytes, Block] = OrderedDict()  # oldest use first, each block before its parent
+        self.bytes = 0  # of sealed blocks
+        self.blocks = 0
+        self._index: dict[bytes, Entry] = {}
+        self._children: Counter[bytes] = Counter()
+        self._epochs = 0
+        self.room = Room(limits, lambda entry: not self._children[entry.name], self._remove)
 
-    def __len__(self) -> int:
-        return len(self._blocks)
+    def __iter__(self) -> Iterator[Entry]:
+        """The blocks held now."""
+        return iter([entry for entry in self._index.values() if entry.state is State.SEALED])
 
-    def reserve(self, key: Key, size: int) -> Reservation | Outcome:
-        """Room for `size` bytes, evicting what must go; ORPHAN or NO_ROOM (and nothing evicted) when it cannot be had."""
-        if key.digest in self._blocks:
-            return Reservation(key, 0, held=True)
-        if not self._reachable(key):
-            return self._refuse(Outcome.ORPHAN)
-        prefix = sum(len(block.data) for block in self._upwards(key.parent))
-        if prefix + self.reserved + size > self.budget_bytes:
-            return self._refuse(Outcome.NO_ROOM)
-        self._use(key.parent)  # the prefix stands at the recent end now: what is evicted next comes before it
-        while self.bytes + self.reserved + size > self.budget_bytes:
-            self._evict()
-        self.reserved += size
-        return Reservation(key, size, held=False)
+    def children(self, entry: Entry) -> int:
+        """How many blocks, held or on their way, follow this one."""
+        return self._children[entry.name]
 
-    def commit(self, reservation: Reservation, data: bytes | bytearray, checksum: bytes) -> Outcome:
-        """Ends a reservation with the whole block. The caller has verified that `checksum` is its SHA-256."""
-        self.reserved -= reservation.size
-        key = reservation.key
-        held = self._blocks.get(key.digest)
+    # ---- writing ----
+
+    def reserve(self, tag: bytes, key: Key, size: int, until: float, now: float) -> Reservation | Outcome:
+        """Room for a block that is to be whole by `until`, evicting what must go. BUSY and NO_ROOM leave nothing behind."""
+        name = tag + key.digest
+        held = self._index.get(name)
+        if held is not None and (held.state is State.SEALED or now < held.deadline):
+            return Reservation(held, held.epoch, kept=False)
         if held is not None:
-            if held.key != key or held.checksum != checksum:
-                self.counters.conflicts += 1
-                return self._refuse(Outcome.CONFLICT)
-            self._use(key.digest)
-            return Outcome.HELD
-        if reservation.held:  # evicted since, and its bytes were not kept
-            return self._refuse(Outcome.NO_ROOM)
-        if not self._reachable(key):
-            return self._refuse(Outcome.ORPHAN)
-        self._blocks[key.digest] = Block(key, data, checksum)
-        self.bytes += len(data)
+            self._remove(held)
+        entry = Entry(name, tag, tag + key.parent, pack(key.token_ids), key.position, size, deadline=until)
+        self._insert(entry)  # before room is made: the block before it must not count as a leaf
+        fits = self.room.take(entry)
+        if fits:
+            return Reservation(entry, entry.epoch, kept=True)
+        self._forget(entry)
+        return Outcome.BUSY if fits is None else self.refuse(Outcome.NO_ROOM)
+
+    def commit(self, place: Reservation, checksum: bytes, origin: bytes = b"") -> Outcome:
+        """Ends a reservation with a whole block. The caller has verified that `checksum` is that of its bytes."""
+        entry = place.entry
+        if not place.kept:
+            return self._compare(place, checksum)
+        if self._index.get(entry.name) is not entry or entry.epoch != place.epoch or entry.state is not State.RESERVED:
+            return self.refuse(Outcome.STALE)
+        entry.state, entry.checksum, entry.origin = State.SEALED, checksum, origin
+        self._count(entry, 1)
         self.counters.stored += 1
-        self._use(key.digest)
+        self.room.seal(entry)
         return Outcome.STORED
 
-    def abort(self, reservation: Reservation) -> Outcome:
+    def _compare(self, place: Reservation, checksum: bytes) -> Outcome:
+        held = self._index.get(place.entry.name)
+        if held is None or held.state is not State.SEALED:
+            return self.refuse(Outcome.STALE)
+        if held.checksum != checksum:
+            return self.refuse(Outcome.CONFLICT)
+        self.counters.duplicates += 1
+        self.room.touch((held,))
+        return Outcome.HELD
+
+    def abort(self, place: Reservation) -> Outcome:
         """Ends a reservation whose block did not arrive whole."""
-        self.reserved -= reservation.size
-        return self._refuse(Outcome.BROKEN)
+        if place.kept and place.entry.state is State.RESERVED:
+            self._remove(place.entry)
+        return self.refuse(Outcome.BROKEN)
 
-    def look_up(self, keys: Sequence[Key]) -> int:
-        """How many keys, from the first on, are held with the same parent and tokens; they count as used."""
-        held = 0
-        while held < len(keys) and self._held(keys[held]):
-            held += 1
-        self.counters.hits += held
-        self.counters.misses += len(keys) - held
-        if held:
-            self._use(keys[held - 1].digest)
-        return held
-
-    def get(self, key: Key) -> Block | None:
-        """The block, if it is held with the same parent and tokens; it counts as used."""
-        block = self._held(key)
-        if block is not None:
-            self._use(key.digest)
-        return block
-
-    def _held(self, key: Key) -> Block | None:
-        block = self._blocks.get(key.digest)
-        return block if block is not None and block.key == key else None
-
-    def _reachable(self, key: Key) -> bool:
-        return not key.parent or key.parent in self._blocks
-
-    def _upwards(self, digest: bytes) -> Iterator[Block]:
-        while digest:
-            block = self._blocks[digest]
-            yield block
-            digest = block.key.parent
-
-    def _use(self, digest: bytes) -> None:
-        for block in self._upwards(digest):
-            self._blocks.move_to_end(block.key.digest)
-
-    def _evict(self) -> None:
-        _, block = self._blocks.popitem(last=False)
-        self.bytes -= len(block.data)
-        self.counters.evicted += 1
-
-    def _refuse(self, outcome: Outcome) -> Outcome:
-        self.counters.refused += 1
+    def refuse(self, outcome: Outcome) -> Outcome:
+        """Counts a block that is not taken."""
+        counters = self.counters
+        counters.refused += 1
+        counters.conflicts += outcome is Outcome.CONFLICT
+        counters.broken += outcome is Outcome.BROKEN
+        counters.no_room += outcome in (Outcome.NO_ROOM, Outcome.BUSY)
+        counters.stale_writers += outcome is Outcome.STALE
         return outcome
+
+    def load(self, entry: Entry) -> None:
+        """A block that was found on disk at start."""
+        entry.state, entry.on_disk = State.SEALED, True
+        self._insert(entry)
+        self._count(entry, 1)
+        self.room.settle(entry)
+
+    # ---- reading ----
+
+    def look_up(self, tag: bytes, digests: Sequence[bytes]) -> int:
+        """How many digests, from the first on, are held; they count as used."""
+        index, found = self._index, []
+        for digest in digests:
+            entry = index.get(tag + digest)
+            if entry is None or entry.state is not State.SEALED:
+                break
+            found.append(entry)
+        self.counters.hits += len(found)
+        self.counters.misses += len(digests) - len(found)
+        self.room.touch(found)
+        return len(found)
+
+    def lease(self, tag: bytes, key: Key) -> Entry | None:
+        """The block, kept where it is until `release`, if it is held with the same tokens after the same block."""
+        entry = self._index.get(tag + key.digest)
+        if entry is None or entry.state is not State.SEALED:
+            return None
+        if entry.parent != tag + key.parent or entry.tokens != pack(key.token_ids):
+            return None
+        self.room.touch((entry,))
+        self.room.lease(entry)
+        return entry
+
+    def hold(self, entry: Entry) -> bool:
+        """A lease on a block that is at hand; False if it is not held any more. Does not count as a use."""
+        if entry.state is State.SEALED:
+            self.room.lease(entry)
+        return entry.state is State.SEALED
+
+    def release(self, entry: Entry) -> None:
+        """Ends a lease."""
+        self.room.release(entry)
+
+    def quarantine(self, entry: Entry) -> None:
+        """A held block's bytes are wrong or cannot be had: it is not held any more. What follows it stays, behind a hole."""
+        if entry.state is State.SEALED:
+            self._remove(entry)
+
+    # ---- inside ----
+
+    def _insert(self, entry: Entry) -> None:
+        self._epochs += 1
+        entry.epoch = self._epochs
+        self._index[entry.name] = entry
+        self._children[entry.parent] += 1
+
+    def _forget(self, entry: Entry) -> State:
+        """Takes a block out of the index; what state it was in."""
+        was, entry.state = entry.state, State.GONE
+        del self._index[entry.name]
+        self._children[entry.parent] -= 1
+        if not self._children[entry.parent]:
+            del self._children[entry.parent]
+            if (before := self._index.get(entry.parent)) is not None:
+                self.room.offer(before)
+        return was
+
+    def _remove(self, entry: Entry) -> None:
+        was = self._forget(entry)
+        if was is State.SEALED:
+            self._count(entry, -1)
+        self.room.leave(entry, was)
+
+    def _count(self, entry: Entry, sign: int) -> None:
+        self.bytes += sign * entry.size
+        self.blocks += sign

@@ -7,12 +7,11 @@ changes nothing; the first record under a newer epoch may also take tokens and b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
 class Verdict(Enum):
@@ -44,7 +43,7 @@ class Session:
 
     epoch: int = 0
     written: int = 0
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
     block_digests: list[bytes] = field(default_factory=list)
     state: bytes = b""
     tail: bytes = b""
@@ -64,18 +63,18 @@ class Session:
             return Verdict.GAP
         if epoch > self.written:
             return Verdict.APPENDED
-        if not _agree(self.token_ids, record.position, record.token_ids):
+        if not _agree(self.token_ids, record.position, array("I", record.token_ids)):
             return Verdict.CONFLICT
-        return Verdict.APPENDED if _agree(self.block_digests, blocks, record.block_digests) else Verdict.CONFLICT
+        return Verdict.APPENDED if _agree(self.block_digests, blocks, list(record.block_digests)) else Verdict.CONFLICT
 
     def apply(self, epoch: int, record: SessionRecord) -> None:
         """Adds a record whose verdict is APPENDED."""
         fresh = epoch > self.written
         self.epoch = self.written = epoch
         repeated = not fresh and record.position + len(record.token_ids) < len(self.token_ids)
-        _write(self.token_ids, record.position, record.token_ids, cut=fresh)
+        _write(self.token_ids, record.position, array("I", record.token_ids), cut=fresh)
         if record.first_block is not None:
-            _write(self.block_digests, record.first_block, record.block_digests, cut=fresh)
+            _write(self.block_digests, record.first_block, list(record.block_digests), cut=fresh)
         if repeated:  # a later record has been here: its state and tail are the newer ones
             return
         if record.state is not None:
@@ -86,11 +85,11 @@ class Session:
             self.tail, self.tail_position = b"", 0
 
 
-def _agree(held: Sequence[T], at: int, new: Sequence[T]) -> bool:
+def _agree(held: Sequence[Any], at: int, new: Sequence[Any]) -> bool:
     overlap = min(len(held) - at, len(new))
-    return list(held[at : at + overlap]) == list(new[:overlap])
+    return held[at : at + overlap] == new[:overlap]
 
 
-def _write(held: list[T], at: int, new: Sequence[T], *, cut: bool) -> None:
+def _write(held: MutableSequence[Any], at: int, new: Sequence[Any], *, cut: bool) -> None:
     if cut or at + len(new) > len(held):
         held[at:] = new

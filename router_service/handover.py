@@ -10,7 +10,7 @@ from forefetch.v1 import router_pb2
 from kv_service.client import TRANSFER_S, Key
 from router_service.lane import Lane
 from router_service.replicas import Replicas
-from router_service.segments import as_first, owner, segment_of
+from router_service.segments import owner, segment_of
 
 if TYPE_CHECKING:
     from forefetch.telemetry.spans import Exporter
@@ -41,22 +41,22 @@ class Handover:
 
     def offer(self, request: int, block: int, key: Key, page: int, trace: SpanContext | None = None) -> bool:
         """A request's next sealed block, whose page the caller has pinned. False: take the pin off, now."""
-        lane, segment, name = self._place(request, block, key)
-        return lane.offer((request, segment), name, page, trace)
+        lane, segment = self._place(request, block, key)
+        return lane.offer((request, segment), key, page, trace)
 
     def adopt(self, request: int, keys: Sequence[Key], pages: Sequence[int]) -> None:
         """The request's first blocks were loaded into `pages`; they are sent only if their service loses them."""
         for block, page in enumerate(pages):
-            lane, segment, key = self._place(request, block, keys[block])
-            lane.adopt((request, segment), key, page)
+            lane, segment = self._place(request, block, keys[block])
+            lane.adopt((request, segment), keys[block], page)
 
-    def _place(self, request: int, block: int, key: Key) -> tuple[Lane, int, Key]:
-        """Who takes a block, in which segment, and its name there."""
+    def _place(self, request: int, block: int, key: Key) -> tuple[Lane, int]:
+        """Who takes a block, and in which segment."""
         segment, first = segment_of(block, len(self.lanes))
         lanes = self._segments.setdefault(request, [])
         if block == first:
             lanes.append(self.lanes[owner(key.digest, self._addresses)])
-        return lanes[segment], segment, as_first(key) if block == first else key
+        return lanes[segment], segment
 
     def forget(self, request: int) -> None:
         """The request ended. To be called before anything else is written to its pages."""

@@ -2,8 +2,7 @@
 
 A chain of blocks is cut into segments of 8, 8, 16, 32, ... blocks. A segment lies on one service, chosen by the digest of its
 first block, so that one look-up answers for many blocks, long prompts spread, and what follows a prefix that everybody shares
-does not lie where the prefix lies. To its service a segment is a chain of its own: the parent of its first block, which may
-lie elsewhere, is left out of the block's name. Nothing is lost by that: the digest covers the parent.
+does not lie where the prefix lies. A service holds a block whether or not it holds the one before.
 
 With one service there is one segment, so that it knows every parent and evicts ends of prefixes first.
 """
@@ -41,12 +40,7 @@ def cut(keys: Sequence[Key], services: int) -> list[list[Key]]:
     runs: list[list[Key]] = []
     for index, key in enumerate(keys):
         if index == segment_of(index, services)[1]:
-            runs.append([as_first(key)])
+            runs.append([key])
         else:
             runs[-1].append(key)
     return runs
-
-
-def as_first(key: Key) -> Key:
-    """A block's name at the beginning of a segment."""
-    return key._replace(parent=b"")

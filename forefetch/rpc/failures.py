@@ -42,6 +42,7 @@ _BY_CODE: dict[str, type[ForefetchError]] = {
     kind.code: kind
     for kind in (
         errors.BadRequest,
+        errors.Unauthenticated,
         errors.NotFound,
         errors.Mismatch,
         errors.Overloaded,

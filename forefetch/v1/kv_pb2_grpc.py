@@ -71,6 +71,16 @@ class KvServiceStub(object):
                 request_serializer=forefetch_dot_v1_dot_kv__pb2.KvServiceGetStatsRequest.SerializeToString,
                 response_deserializer=forefetch_dot_v1_dot_kv__pb2.KvServiceGetStatsResponse.FromString,
                 _registered_method=True)
+        self.Inspect = channel.unary_stream(
+                '/forefetch.v1.KvService/Inspect',
+                request_serializer=forefetch_dot_v1_dot_kv__pb2.InspectRequest.SerializeToString,
+                response_deserializer=forefetch_dot_v1_dot_kv__pb2.InspectResponse.FromString,
+                _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/forefetch.v1.KvService/Verify',
+                request_serializer=forefetch_dot_v1_dot_kv__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=forefetch_dot_v1_dot_kv__pb2.VerifyResponse.FromString,
+                _registered_method=True)
 
 
 class KvServiceServicer(object):
@@ -130,6 +140,21 @@ class KvServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Inspect(self, request, context):
+        """What is held, block by block, of the caller's tenant, or of every tenant for an operator (`forefetch kv inspect`).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Reads every block of the caller's tenant (of every tenant for an operator), checks it, and drops what is damaged
+        (`forefetch kv verify`). Streams how far it has come.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -167,6 +192,16 @@ def add_KvServiceServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=forefetch_dot_v1_dot_kv__pb2.KvServiceGetStatsRequest.FromString,
                     response_serializer=forefetch_dot_v1_dot_kv__pb2.KvServiceGetStatsResponse.SerializeToString,
+            ),
+            'Inspect': grpc.unary_stream_rpc_method_handler(
+                    servicer.Inspect,
+                    request_deserializer=forefetch_dot_v1_dot_kv__pb2.InspectRequest.FromString,
+                    response_serializer=forefetch_dot_v1_dot_kv__pb2.InspectResponse.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=forefetch_dot_v1_dot_kv__pb2.VerifyRequest.FromString,
+                    response_serializer=forefetch_dot_v1_dot_kv__pb2.VerifyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -360,6 +395,60 @@ class KvService(object):
             '/forefetch.v1.KvService/GetStats',
             forefetch_dot_v1_dot_kv__pb2.KvServiceGetStatsRequest.SerializeToString,
             forefetch_dot_v1_dot_kv__pb2.KvServiceGetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forefetch.v1.KvService/Inspect',
+            forefetch_dot_v1_dot_kv__pb2.InspectRequest.SerializeToString,
+            forefetch_dot_v1_dot_kv__pb2.InspectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forefetch.v1.KvService/Verify',
+            forefetch_dot_v1_dot_kv__pb2.VerifyRequest.SerializeToString,
+            forefetch_dot_v1_dot_kv__pb2.VerifyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,12 @@ class KvServiceStub:
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_kv_pb2.KvServiceGetStatsRequest, _kv_pb2.KvServiceGetStatsResponse]
     """Counters since start, for operators."""
+    Inspect: _grpc.UnaryStreamMultiCallable[_kv_pb2.InspectRequest, _kv_pb2.InspectResponse]
+    """What is held, block by block, of the caller's tenant, or of every tenant for an operator (`forefetch kv inspect`)."""
+    Verify: _grpc.UnaryStreamMultiCallable[_kv_pb2.VerifyRequest, _kv_pb2.VerifyResponse]
+    """Reads every block of the caller's tenant (of every tenant for an operator), checks it, and drops what is damaged
+    (`forefetch kv verify`). Streams how far it has come.
+    """
 
 @_typing.type_check_only
 class KvServiceAsyncStub(KvServiceStub):
@@ -83,6 +89,12 @@ class KvServiceAsyncStub(KvServiceStub):
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_kv_pb2.KvServiceGetStatsRequest, _kv_pb2.KvServiceGetStatsResponse]  # type: ignore[assignment]
     """Counters since start, for operators."""
+    Inspect: _aio.UnaryStreamMultiCallable[_kv_pb2.InspectRequest, _kv_pb2.InspectResponse]  # type: ignore[assignment]
+    """What is held, block by block, of the caller's tenant, or of every tenant for an operator (`forefetch kv inspect`)."""
+    Verify: _aio.UnaryStreamMultiCallable[_kv_pb2.VerifyRequest, _kv_pb2.VerifyResponse]  # type: ignore[assignment]
+    """Reads every block of the caller's tenant (of every tenant for an operator), checks it, and drops what is damaged
+    (`forefetch kv verify`). Streams how far it has come.
+    """
 
 class KvServiceServicer(metaclass=_abc_1.ABCMeta):
     """What routers call. The KV service holds sealed KV blocks that outlive a router. A block is one page of tokens of every
@@ -150,5 +162,23 @@ class KvServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.KvServiceGetStatsResponse, _abc.Awaitable[_kv_pb2.KvServiceGetStatsResponse]]:
         """Counters since start, for operators."""
+
+    @_abc_1.abstractmethod
+    def Inspect(
+        self,
+        request: _kv_pb2.InspectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_pb2.InspectResponse], _abc.AsyncIterator[_kv_pb2.InspectResponse]]:
+        """What is held, block by block, of the caller's tenant, or of every tenant for an operator (`forefetch kv inspect`)."""
+
+    @_abc_1.abstractmethod
+    def Verify(
+        self,
+        request: _kv_pb2.VerifyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_pb2.VerifyResponse], _abc.AsyncIterator[_kv_pb2.VerifyResponse]]:
+        """Reads every block of the caller's tenant (of every tenant for an operator), checks it, and drops what is damaged
+        (`forefetch kv verify`). Streams how far it has come.
+        """
 
 def add_KvServiceServicer_to_server(servicer: KvServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -165,6 +165,7 @@ class Foreign(grpc.RpcError):
 def test_statuses_that_are_not_ours(details: bytes | None) -> None:
     expected = {
         "INVALID_ARGUMENT": errors.BadRequest,
+        "UNAUTHENTICATED": errors.Unauthenticated,
         "NOT_FOUND": errors.NotFound,
         "FAILED_PRECONDITION": errors.Mismatch,
         "RESOURCE_EXHAUSTED": errors.Overloaded,

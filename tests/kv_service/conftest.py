@@ -56,6 +56,7 @@ def running(config: KvConfig) -> Iterator[Kv]:
         channel.close()
         client.close()
         server.stop()
+        servicer.close()
         exporter.close()
 
 

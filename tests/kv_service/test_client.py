@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+import xxhash
 
 from forefetch import rpc
 from forefetch.errors import BadRequest, Cancelled, DeadlineExceeded, Overloaded, Unavailable
@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 KEYS = [Key(bytes(32), b"", (1,))] * 3
 
 
-def chunk(index: int, data: bytes, *, last: bool = True, checksum: bytes | None = None) -> pb.GetResponse:
-    checksum = hashlib.sha256(data).digest() if checksum is None else checksum
-    return pb.GetResponse(index=index, data=data, last=last, checksum=checksum if last else b"")
+def part(index: int, data: bytes, *, last: bool = True, checksum: bytes | None = None) -> pb.BlockPart:
+    checksum = xxhash.xxh3_128_digest(data) if checksum is None else checksum
+    return pb.BlockPart(index=index, data=data, last=last, checksum=checksum if last else b"")
+
+
+def chunk(*args: Any, **how: Any) -> pb.GetResponse:
+    return pb.GetResponse(parts=[part(*args, **how)])
 
 
 class Liar(pb_grpc.KvServiceServicer):
@@ -62,7 +66,8 @@ def liar() -> Iterator[tuple[Liar, KvClient]]:
 
 GOOD = chunk(0, b"first")
 BROKEN: dict[str, list[Any]] = {
-    "corrupt": [GOOD, chunk(1, b"second", checksum=bytes(32))],
+    "corrupt in one message": [pb.GetResponse(parts=[part(0, b"first"), part(1, b"second", checksum=bytes(16))])],
+    "corrupt": [GOOD, chunk(1, b"second", checksum=bytes(16))],
     "short": [GOOD, chunk(1, b"second", last=False)],
     "another block's chunk": [GOOD, chunk(1, b"sec", last=False), chunk(2, b"ond")],
     "a block twice": [GOOD, GOOD],

@@ -109,7 +109,8 @@ def test_text_cannot_move_between_fields() -> None:
 def test_a_chain_links_to_the_block_before() -> None:
     root = root_key(**ROOT)
     first, second = chain(root, [[1], [2]])
-    assert (first.parent, second.parent) == (b"", first.digest)
+    assert (first.parent, second.parent) == (root, first.digest)
+    assert (first.position, second.position) == (0, 1)
     assert first.digest == child_key(root, [1])
     assert second.digest == child_key(first.digest, [2])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import signal
 import threading
 import time
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+import xxhash
 from otlp_receiver import GrpcReceiver
 
 from forefetch import rpc
@@ -20,7 +20,7 @@ from forefetch.settings import build, child_environment
 from forefetch.telemetry.context import new_root, to_metadata
 from forefetch.v1 import kv_pb2 as pb
 from kv_service import server
-from kv_service.client import Key, KvClient
+from kv_service.client import Key, KvClient, chain
 from kv_service.config import KvConfig
 
 if TYPE_CHECKING:
@@ -33,10 +33,15 @@ def wire(key: Key) -> pb.BlockKey:
     return pb.BlockKey(digest=key.digest, parent=key.parent, token_ids=key.token_ids)
 
 
+def put_of(**fields: Any) -> pb.PutRequest:
+    """A message of one part."""
+    return pb.PutRequest(parts=[pb.BlockPart(**fields)])
+
+
 def whole(key: Key, data: bytes, **changes: Any) -> pb.PutRequest:
-    """A block in one chunk."""
-    fields = {"key": wire(key), "size": len(data), "data": data, "last": True, "checksum": hashlib.sha256(data).digest()}
-    return pb.PutRequest(**{**fields, **changes})
+    """A block in one part."""
+    fields = {"key": wire(key), "size": len(data), "data": data, "last": True, "checksum": xxhash.xxh3_128_digest(data)}
+    return put_of(**{**fields, **changes})
 
 
 def refusal(call: Callable[[], Any]) -> ForefetchError:
@@ -62,7 +67,7 @@ def test_get_streams_chunks_of_a_mebibyte_in_order_and_stops_at_a_hole(kv: Kv) -
     keys = kv.keys(1, 2, 3)
     kv.put(keys[:2], 2 * MIB)
     chunks = list(kv.stub.Get(pb.GetRequest(keys=map(wire, keys))))
-    assert [(chunk.index, len(chunk.data), chunk.last, bool(chunk.checksum)) for chunk in chunks] == [
+    assert [(part.index, len(part.data), part.last, bool(part.checksum)) for (part,) in (chunk.parts for chunk in chunks)] == [
         (0, MIB, False, False),
         (0, MIB, True, True),
         (1, MIB, False, False),
@@ -79,23 +84,23 @@ def test_puts_are_idempotent_and_conflicts_are_counted(kv: Kv) -> None:
     assert (stats.blocks, stats.stored, stats.refused, stats.conflicts) == (1, 1, 1, 1)
 
 
-def test_token_ids_are_verified(kv: Kv) -> None:
-    """A first block's digest cannot be checked against its root, so a wrong one can be held; its tokens are compared."""
+@pytest.mark.parametrize("change", [{"token_ids": (9, 9)}, {"token_ids": (1,)}, {"parent": bytes(32)}])
+def test_token_ids_and_parent_are_verified(kv: Kv, change: dict[str, Any]) -> None:
+    """A digest that is held does not get a block whose tokens or prefix are others."""
     (key,) = kv.keys(1)
     kv.put([key])
-    other = key._replace(token_ids=(9, 9))
-    assert kv.client.look_up([other]) == 0
-    assert kv.client.get([other]) == []
+    assert kv.client.get([key._replace(**change)]) == []
+    assert kv.client.get([key]) == [kv.block(key)]
 
 
 def test_eviction_keeps_the_budget_and_the_prefix(kv: Kv) -> None:
     keys = kv.keys(*range(12))
     assert kv.put(keys, MIB) == (8, 4)
     assert kv.put(kv.keys(100), 2 * MIB) == (1, 0)
-    assert kv.client.look_up(keys) == 6
+    assert kv.client.look_up(keys) == 5  # down to the low watermark
     stats = kv.client.stats()
     assert stats.bytes <= stats.budget_bytes == 8 * MIB
-    assert (stats.evicted, stats.blocks) == (2, 7)
+    assert (stats.evicted, stats.blocks) == (3, 6)
 
 
 def test_stats_count_what_happened(kv: Kv) -> None:
@@ -112,7 +117,7 @@ def test_stats_count_what_happened(kv: Kv) -> None:
 
 def test_a_wrong_checksum_is_refused_and_leaves_nothing(kv: Kv) -> None:
     first, second = kv.keys(1), kv.keys(2)
-    reply = kv.stub.Put(iter([whole(first[0], b"data", checksum=bytes(32)), whole(second[0], b"data")]))
+    reply = kv.stub.Put(iter([whole(first[0], b"data", checksum=bytes(16)), whole(second[0], b"data")]))
     assert (reply.stored, reply.refused) == (1, 1)
     assert kv.client.look_up(first) == 0
     assert kv.client.look_up(second) == 1
@@ -121,10 +126,10 @@ def test_a_wrong_checksum_is_refused_and_leaves_nothing(kv: Kv) -> None:
 @pytest.mark.parametrize("last", [True, False])
 def test_a_short_block_is_refused_and_leaves_nothing(kv: Kv, last: bool) -> None:
     (key,) = kv.keys(1)
-    reply = kv.stub.Put(iter([whole(key, b"data", size=5, last=last, checksum=bytes(32) if last else b"")]))
+    reply = kv.stub.Put(iter([whole(key, b"data", size=5, last=last, checksum=bytes(16) if last else b"")]))
     assert (reply.stored, reply.refused) == (0, 1)
     assert kv.client.look_up([key]) == 0
-    assert kv.servicer._store.reserved == 0
+    assert kv.servicer.vault.store.room.memory == 0
 
 
 def test_an_aborted_transfer_leaves_what_was_whole_and_nothing_else(kv: Kv, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,14 +138,14 @@ def test_an_aborted_transfer_leaves_what_was_whole_and_nothing_else(kv: Kv, capl
 
     def chunks() -> Iterator[pb.PutRequest]:
         yield whole(done, b"data")
-        yield pb.PutRequest(key=wire(cut), size=2 * MIB, data=bytes(MIB))
+        yield put_of(key=wire(cut), size=2 * MIB, data=bytes(MIB))
         over.wait(10)
 
     call = kv.stub.Put.future(chunks())
-    until(lambda: kv.servicer._store.reserved == 2 * MIB)
+    until(lambda: kv.servicer.vault.store.room.memory >= 2 * MIB)
     call.cancel()
     over.set()
-    until(lambda: not kv.servicer.busy and kv.servicer._store.reserved == 0)
+    until(lambda: not kv.servicer.busy and kv.servicer.vault.store.room.memory == 4)
     assert kv.client.look_up([done, cut]) == 1
     assert kv.client.stats().refused == 1
     assert caplog.text == ""
@@ -172,9 +177,9 @@ class Stalled:
         self.call = kv.stub.Put.future(self._chunks(key), timeout=20)
 
     def _chunks(self, key: Key) -> Iterator[pb.PutRequest]:
-        yield pb.PutRequest(key=wire(key), size=2, data=b"1")
+        yield put_of(key=wire(key), size=2, data=b"1")
         self.release.wait(20)
-        yield pb.PutRequest(data=b"2", last=True, checksum=hashlib.sha256(b"12").digest())
+        yield put_of(data=b"2", last=True, checksum=xxhash.xxh3_128_digest(b"12"))
 
 
 def test_stalled_transfers_leave_room_for_calls_and_are_bounded(kv: Kv) -> None:
@@ -197,30 +202,30 @@ def test_a_transfer_that_takes_too_long_is_cancelled(kv: Kv, monkeypatch: pytest
     assert stalled.call.code() is grpc.StatusCode.CANCELLED
     stalled.release.set()
     until(lambda: not kv.servicer.busy)
-    assert kv.servicer._store.reserved == 0
+    assert kv.servicer.vault.store.room.memory == 0
 
 
 # Malformed requests
 
-KEY = Key(bytes(range(32)), b"", (1, 2))
+KEY = chain(bytes(32), [[1, 2]])[0]
 CHILD = Key(bytes(32), bytes(range(32)), (1,))
-CUT = pb.PutRequest(key=wire(KEY), size=2, data=b"1")
+CUT = put_of(key=wire(KEY), size=2, data=b"1")
 MALFORMED: dict[str, tuple[list[pb.PutRequest], str, str]] = {
-    "no key": ([pb.PutRequest(size=1, data=b"1")], "key", "first chunk"),
-    "key twice": ([CUT, CUT], "key", "first chunk only"),
-    "size twice": ([CUT, pb.PutRequest(size=2, data=b"1")], "key", "first chunk only"),
-    "size 0": ([whole(KEY, b"")], "size", "must be 1 to 2097152 bytes, is 0"),
-    "too large": ([whole(KEY, b"1", size=2 * MIB + 1)], "size", "must be 1 to 2097152 bytes, is 2097153"),
-    "huge": ([whole(KEY, b"1", size=2**64 - 1)], "size", "is 18446744073709551615"),
-    "too much": ([whole(KEY, b"123", size=2)], "data", "more than the block's size of 2 bytes"),
-    "large chunk": ([whole(KEY, bytes(4 * MIB + 1), size=MIB)], "data", "must be at most 4194304 bytes in a chunk"),
-    "no checksum": ([whole(KEY, b"1", checksum=b"")], "checksum", "must be 32 bytes"),
-    "early checksum": ([whole(KEY, b"1", last=False)], "checksum", "empty in the others"),
-    "short digest": ([whole(KEY._replace(digest=b"1"), b"1")], "key.digest", "must be 32 bytes, is 1"),
-    "short parent": ([whole(KEY._replace(parent=b"1"), b"1")], "key.parent", "must be empty or 32 bytes, is 1"),
-    "no tokens": ([whole(KEY._replace(token_ids=()), b"1")], "key.token_ids", "must be 1 to 4096 ids, are 0"),
-    "many tokens": ([whole(KEY._replace(token_ids=(1,) * 4097), b"1")], "key.token_ids", "are 4097"),
-    "wrong digest": ([whole(CHILD, b"1")], "key.digest", "not the digest of its parent and token_ids"),
+    "no key": ([put_of(size=1, data=b"1")], "parts.key", "first part"),
+    "key twice": ([CUT, CUT], "parts.key", "first part only"),
+    "size twice": ([CUT, put_of(size=2, data=b"1")], "parts.key", "first part only"),
+    "size 0": ([whole(KEY, b"")], "parts.size", "must be 1 to 2097152 bytes, is 0"),
+    "too large": ([whole(KEY, b"1", size=2 * MIB + 1)], "parts.size", "must be 1 to 2097152 bytes, is 2097153"),
+    "huge": ([whole(KEY, b"1", size=2**64 - 1)], "parts.size", "is 18446744073709551615"),
+    "too much": ([whole(KEY, b"123", size=2)], "parts.data", "more than the block's size of 2 bytes"),
+    "large chunk": ([whole(KEY, bytes(4 * MIB + 1), size=MIB)], "parts.data", "must be at most 4194304 bytes in a part"),
+    "no checksum": ([whole(KEY, b"1", checksum=b"")], "parts.checksum", "must be 16 bytes"),
+    "early checksum": ([whole(KEY, b"1", last=False)], "parts.checksum", "empty in the others"),
+    "short digest": ([whole(KEY._replace(digest=b"1"), b"1")], "parts.key.digest", "must be 32 bytes, is 1"),
+    "short parent": ([whole(KEY._replace(parent=b"1"), b"1")], "parts.key.parent", "must be 32 bytes, is 1"),
+    "no tokens": ([whole(KEY._replace(token_ids=()), b"1")], "parts.key.token_ids", "must be 1 to 4096 ids, are 0"),
+    "many tokens": ([whole(KEY._replace(token_ids=(1,) * 4097), b"1")], "parts.key.token_ids", "are 4097"),
+    "wrong digest": ([whole(CHILD, b"1")], "parts.key.digest", "not the digest of its parent and token_ids"),
 }
 
 
@@ -232,23 +237,24 @@ def test_malformed_puts_name_field_and_limit(kv: Kv, name: str) -> None:
     assert error.field == field
     assert text in str(error)
     assert kv.put(kv.keys(1)) == (1, 0)
-    assert (kv.servicer._store.reserved, len(kv.servicer._store)) == (0, 1)
+    assert (kv.servicer.vault.store.room.memory, kv.servicer.vault.store.blocks) == (100, 1)
 
 
 def test_malformed_chains_name_field_and_limit(kv: Kv, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_KEYS", 3)
     one, other = kv.keys(1, 2), kv.keys(3, 4)
-    chains = {
-        "keys: must be at most 3, are 4": [*one, *other],
-        "keys[1].parent: must be the digest of the key before": [one[0], other[0]],
-        "keys[1].digest: must be 32 bytes, is 3": [one[0], one[1]._replace(digest=b"bad")],
-        "keys[1].digest: is not the digest of its parent and token_ids": [one[0], one[1]._replace(token_ids=(7,))],
-    }
-    for text, keys in chains.items():
-        for call in (kv.client.look_up, kv.client.get):
-            with pytest.raises(BadRequest) as caught:
-                call(keys)
-            assert str(caught.value) == text
+    chains = [
+        (kv.client.look_up, "digests: must be at most 3, are 4", [*one, *other]),
+        (kv.client.look_up, "digests: must be 32 bytes, is 3", [one[0], one[1]._replace(digest=b"bad")]),
+        (kv.client.get, "keys: must be at most 3, are 4", [*one, *other]),
+        (kv.client.get, "keys[1].digest: must be 32 bytes, is 3", [one[0], one[1]._replace(digest=b"bad")]),
+        (kv.client.get, "keys[1].parent: must be 32 bytes, is 3", [one[0], one[1]._replace(parent=b"bad")]),
+        (kv.client.get, "keys[0].token_ids: must be 1 to 4096 ids, are 0", [one[0]._replace(token_ids=())]),
+    ]
+    for call, text, keys in chains:
+        with pytest.raises(BadRequest) as caught:
+            call(keys)
+        assert str(caught.value) == text
     assert kv.client.look_up([]) == 0
     assert kv.client.get([]) == []
 
@@ -338,4 +344,4 @@ def test_wrong_settings(settings: dict[str, str], text: str) -> None:
 
 def test_settings_from_the_environment() -> None:
     config = build(KvConfig, {"budget_mb": "100"}, {"FOREFETCH_KV_MAX_BLOCK_MB": "3", "FOREFETCH_KV_BUDGET_MB": "7"})
-    assert (config.budget_bytes, config.max_block_bytes) == (100 * MIB, 3 * MIB)
+    assert (config.limits.memory, config.limits.disk, config.max_block_bytes) == (100 * MIB, 0, 3 * MIB)

@@ -53,4 +53,4 @@ def test_concurrent_use(start_kv: Callable[[KvConfig], Kv]) -> None:
     assert stats.evicted > 0
     assert stats.conflicts == 0
     assert stats.bytes == stats.blocks * SIZE <= stats.budget_bytes
-    assert kv.servicer._store.reserved == 0
+    assert kv.servicer.vault.store.room.memory == stats.bytes

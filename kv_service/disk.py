@@ -1,0 +1,188 @@
+"""Blocks on disk, in LMDB: what they are apart from their bytes, so that a restart reads the former alone.
+
+    rows     name (tenant's tag, digest) -> sequence, size, position, parent, checksum, origin, token ids, and
+             XXH3-64 of name and row
+    bytes    name -> the block
+    tenants  tag -> name        origins  8 bytes -> BlockOrigin        meta  "sequence" -> the last one given
+
+Transactions are atomic: after a kill a block is there with its row or not at all. Each syncs its data but not the meta page, so
+a power cut may lose the last ones and never tears the file. LMDB maps the file: one that is shorter than it should be is set
+aside at start, because reading beyond its end would end the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import xxhash
+
+from forefetch.errors import ConfigError, ForefetchError
+from kv_service.keys import DIGEST_BYTES
+from kv_service.store_order import Entry
+
+_log = logging.getLogger(__name__)
+TAG_BYTES, CHECKSUM_BYTES, ORIGIN_BYTES = 16, 16, 8
+_ROW = struct.Struct(f"<BQQI{DIGEST_BYTES}s{CHECKSUM_BYTES}s{ORIGIN_BYTES}s")
+_VERSION = 1
+SLACK = 64 << 20
+"""What LMDB may take beyond the blocks' budget and a quarter of it: rows, its trees, and pages between two transactions."""
+
+Bytes = bytes | bytearray | memoryview
+
+
+class DiskError(ForefetchError):
+    """The disk did not do what it should. `full`: for want of room."""
+
+    def __init__(self, message: str, full: bool = False) -> None:
+        super().__init__(message)
+        self.full = full
+
+
+@dataclass(slots=True)
+class Found:
+    """What a scan has found: blocks in the order they were written, and how many rows were damaged."""
+
+    entries: list[Entry]
+    damaged: int
+
+
+def take_lock(folder: Path) -> Any:
+    """An open file that keeps other KV services out of `folder` until it is closed or the process ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"--dir: {error.strerror}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ConfigError("--dir: another KV service uses it") from None
+    return file
+
+
+def open_env(folder: Path, map_bytes: int, **how: Any) -> tuple[lmdb.Environment, bool]:
+    """LMDB in `folder`, and whether what was there before was damaged and has been set aside as `folder`.damaged."""
+    try:
+        with contextlib.suppress(lmdb.Error):
+            env = lmdb.open(str(folder), map_size=map_bytes, max_dbs=8, readahead=False, **how)
+            if _whole(env, folder):
+                return env, False
+            env.close()
+        aside = folder.with_name(folder.name + ".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        _log.error("%s is damaged; it is set aside and an empty one takes its place", folder.name)
+        return lmdb.open(str(folder), map_size=map_bytes, max_dbs=8, readahead=False, **how), True
+    except (OSError, lmdb.Error) as error:
+        raise ConfigError(f"--dir: cannot be used: {error}") from None
+
+
+def _whole(env: lmdb.Environment, folder: Path) -> bool:
+    pages = env.info()["last_pgno"] + 1
+    size = (folder / "data.mdb").stat().st_size
+    return size >= pages * env.stat()["psize"] or pages <= 2
+
+
+class Disk:
+    """The blocks' file. `write` is for one thread; the others for any. Raises DiskError."""
+
+    def __init__(self, folder: Path, budget_bytes: int, map_bytes: int = 0) -> None:
+        self._env, self.set_aside = open_env(
+            folder / "blocks", map_bytes or budget_bytes + budget_bytes // 4 + SLACK, metasync=False
+        )
+        self._rows, self._bytes, self._tenants, self._origins, self._meta = (
+            self._env.open_db(name) for name in (b"rows", b"bytes", b"tenants", b"origins", b"meta")
+        )
+        self._sequence = 0
+
+    def close(self) -> None:
+        """Frees the file."""
+        self._env.close()
+
+    def scan(self) -> Found:
+        """Every block's row."""
+        found: list[tuple[int, Entry]] = []
+        damaged = 0
+        with _errors(), self._env.begin(db=self._rows) as txn:
+            for name, row in txn.cursor():
+                entry = _read_row(name, row)
+                if entry is None:
+                    damaged += 1
+                else:
+                    found.append(entry)
+        found.sort(key=lambda one: one[0])
+        self._sequence = found[-1][0] + 1 if found else 0
+        return Found([entry for _, entry in found], damaged)
+
+    def tenants(self) -> dict[bytes, str]:
+        """Names by tag."""
+        with _errors(), self._env.begin(db=self._tenants) as txn:
+            return {tag: name.decode(errors="replace") for tag, name in txn.cursor()}
+
+    def origins(self) -> dict[bytes, bytes]:
+        """Serialised BlockOrigins by their ids."""
+        with _errors(), self._env.begin(db=self._origins) as txn:
+            return dict(txn.cursor())
+
+    def read(self, name: bytes) -> bytes | None:
+        """A block's bytes as they are there, not verified."""
+        with _errors(), self._env.begin(db=self._bytes) as txn:
+            value: bytes | None = txn.get(name)
+            return value
+
+    def write(
+        self,
+        delete: Iterable[bytes] = (),
+        put: Sequence[tuple[Entry, Bytes]] = (),
+        tenants: Iterable[tuple[bytes, str]] = (),
+        origins: Iterable[tuple[bytes, bytes]] = (),
+    ) -> None:
+        """One transaction: first the deletions, then the blocks. All or nothing."""
+        with _errors(), self._env.begin(write=True) as txn:
+            for name in delete:
+                txn.delete(name, db=self._rows)
+                txn.delete(name, db=self._bytes)
+            for entry, data in put:
+                txn.put(entry.name, self._row(entry), db=self._rows)
+                txn.put(entry.name, data, db=self._bytes)
+            for tag, tenant in tenants:
+                txn.put(tag, tenant.encode(), db=self._tenants)
+            for origin, text in origins:
+                txn.put(origin, text, db=self._origins)
+            txn.put(b"sequence", self._sequence.to_bytes(8, "little"), db=self._meta)
+
+    def _row(self, entry: Entry) -> bytes:
+        self._sequence += 1
+        origin = entry.origin or bytes(ORIGIN_BYTES)
+        parent = entry.parent[TAG_BYTES:]
+        row = _ROW.pack(_VERSION, self._sequence, entry.size, entry.position, parent, entry.checksum, origin) + entry.tokens
+        return row + xxhash.xxh3_64_digest(entry.name + row)
+
+
+def _read_row(name: bytes, row: bytes) -> tuple[int, Entry] | None:
+    row, check = row[:-8], row[-8:]
+    if len(row) < _ROW.size or row[0] != _VERSION or xxhash.xxh3_64_digest(name + row) != check:
+        return None
+    _, sequence, size, position, parent, checksum, origin = _ROW.unpack_from(row)
+    tag = name[:TAG_BYTES]
+    return sequence, Entry(name, tag, tag + parent, row[_ROW.size :], position, size, checksum, origin)
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except (lmdb.Error, OSError) as error:
+        full = isinstance(error, lmdb.MapFullError) or os.strerror(28) in str(error)
+        raise DiskError(str(error), full) from None

@@ -1,0 +1,322 @@
+"""The store with its bytes: memory, the disk behind it, and the thread that writes. Thread-safe.
+
+One lock guards the index and is never held while bytes move. A block is visible as soon as it is whole in memory; the writing
+thread brings it to disk, in one transaction for all that came meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import xxhash
+
+from kv_service.disk import TAG_BYTES, Bytes, Disk, DiskError
+from kv_service.keys import Key
+from kv_service.store import Outcome, Reservation, Store
+from kv_service.store_order import Entry
+from kv_service.store_room import Limits
+
+_log = logging.getLogger(__name__)
+PATIENCE_S = 5.0
+"""How long a writer waits for room that others are about to give."""
+WRITE_BYTES = 64 << 20
+"""Most bytes of blocks in one transaction, unless a single block has more."""
+MAX_ORIGINS = 1024
+"""Most descriptions of blocks remembered."""
+
+
+@dataclass(slots=True)
+class Faults:
+    """Since start; the meanings are those of GetStats."""
+
+    disk_reads: int = 0
+    corrupt: int = 0
+    short_reads: int = 0
+    read_errors: int = 0
+    disk_full: int = 0
+    write_errors: int = 0
+    damaged_at_start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A block on its way out, `index` among the keys asked for. `data` is not to be changed."""
+
+    index: int
+    data: Bytes
+    checksum: bytes
+
+
+def checksum_of(data: Bytes) -> bytes:
+    """XXH3, 128 bits."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def tag_of(tenant: str) -> bytes:
+    """What a tenant's names begin with."""
+    return hashlib.sha256(b"forefetch.kv.tenant.1\0" + tenant.encode()).digest()[:TAG_BYTES]
+
+
+class Vault:
+    """`disk` None: memory only."""
+
+    def __init__(self, limits: Limits, disk: Disk | None = None) -> None:
+        self.store, self.faults = Store(limits), Faults()
+        self.limits, self.index_s = limits, 0.0
+        self._disk = disk
+        self._bytes: dict[bytes, Bytes] = {}
+        self._tenants: dict[bytes, str] = {}
+        self._origins: dict[bytes, bytes] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._writer: threading.Thread | None = None
+        if disk is not None:
+            self._load(disk)
+            self._writer = threading.Thread(target=self._write_loop, args=(disk,), name="kv-disk", daemon=True)
+            self._writer.start()
+
+    def _load(self, disk: Disk) -> None:
+        began = time.monotonic()
+        found = disk.scan()
+        for entry in found.entries:
+            self.store.load(entry)
+        self._tenants, self._origins = disk.tenants(), disk.origins()
+        self.faults.damaged_at_start = found.damaged + disk.set_aside
+        self.store.room.shrink(max(0, self.store.room.home - self.limits.disk))
+        self.index_s = time.monotonic() - began
+
+    def close(self) -> None:
+        """Writes what is not on disk yet and frees the file."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._writer is not None:
+            self._writer.join()
+        if self._disk is not None:
+            self._disk.close()
+
+    # ---- tenants and descriptions ----
+
+    def tag(self, tenant: str) -> bytes:
+        """What the tenant's names begin with; remembered, so that operators see the name."""
+        tag = tag_of(tenant)
+        if tag not in self._tenants:
+            with self._changed:
+                self._tenants[tag] = tenant
+        return tag
+
+    def origin(self, text: bytes) -> bytes:
+        """The id of a description, b"" for none or when there are too many."""
+        origin = xxhash.xxh3_64_digest(text) if text else b""
+        with self._changed:
+            if not text or (origin not in self._origins and len(self._origins) >= MAX_ORIGINS):
+                return b""
+            self._origins[origin] = text
+        return origin
+
+    # ---- blocks in ----
+
+    def reserve(self, tag: bytes, key: Key, size: int, limit_s: float) -> Reservation | Outcome:
+        """Room for a block that is to be whole within `limit_s`; waits for it where it is about to be given."""
+        until = time.monotonic() + PATIENCE_S
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                place = self.store.reserve(tag, key, size, now + limit_s, now)
+                self._settle()
+                if place is not Outcome.BUSY:
+                    return place
+                if now >= until:
+                    return self.store.refuse(place)
+                self._changed.wait(min(until - now, 0.5))
+
+    def commit(self, place: Reservation, data: Bytes, checksum: bytes, origin: bytes = b"") -> Outcome:
+        """See Store.commit. `data` belongs to the vault from now on."""
+        with self._changed:
+            outcome = self.store.commit(place, checksum, origin)
+            if outcome is Outcome.STORED:
+                self._bytes[place.entry.name] = data
+            self._settle()
+            self._changed.notify_all()
+        return outcome
+
+    def abort(self, place: Reservation) -> Outcome:
+        """See Store.abort."""
+        with self._changed:
+            outcome = self.store.abort(place)
+            self._changed.notify_all()
+        return outcome
+
+    def refuse(self, outcome: Outcome) -> Outcome:
+        """Counts a block that is not taken."""
+        with self._changed:
+            return self.store.refuse(outcome)
+
+    # ---- blocks out ----
+
+    def look_up(self, tag: bytes, digests: Sequence[bytes]) -> int:
+        """How many digests, from the first on, are held."""
+        with self._changed:
+            return self.store.look_up(tag, digests)
+
+    def read(self, tag: bytes, keys: Sequence[Key]) -> Iterator[Held]:
+        """The blocks up to the first that is not held or not as it should be. Each is leased until the next is asked for."""
+        for index, key in enumerate(keys):
+            with self._changed:
+                entry = self.store.lease(tag, key)
+                data = self._bytes.get(entry.name) if entry else None
+            if entry is None:
+                return
+            try:
+                if data is None:
+                    data = self._from_disk(entry)
+                if data is None:
+                    return
+                yield Held(index, data, entry.checksum)
+            finally:
+                self._release(entry)
+
+    def _release(self, entry: Entry) -> None:
+        with self._changed:
+            self.store.release(entry)
+            self._changed.notify_all()
+
+    def _from_disk(self, entry: Entry) -> bytes | None:
+        data, fault = self._load_block(entry)
+        if data is None:
+            self._quarantine(entry, fault)
+            return None
+        with self._changed:
+            self.faults.disk_reads += 1
+            stays = self.store.room.warm(entry)
+            self._settle()
+            if stays:
+                self._bytes[entry.name] = data
+        return data
+
+    def _quarantine(self, entry: Entry, fault: str) -> None:
+        _log.error("a block is dropped: %s", fault)
+        with self._changed:
+            setattr(self.faults, fault, getattr(self.faults, fault) + 1)
+            self.store.quarantine(entry)
+            self._settle()
+            self._changed.notify_all()
+
+    def _load_block(self, entry: Entry) -> tuple[bytes | None, str]:
+        """The block, or None and the counter of what is wrong with it."""
+        try:
+            data = self._disk.read(entry.name) if self._disk else None
+        except DiskError as error:
+            _log.error("a block cannot be read: %s", error)
+            return None, "read_errors"
+        if data is None or len(data) < entry.size:
+            return None, "short_reads"
+        return (data, "") if checksum_of(data) == entry.checksum else (None, "corrupt")
+
+    def check(self, entry: Entry) -> bool:
+        """Reads a block wherever it is, and drops it if it is damaged. True: it is whole, or not held any more."""
+        with self._changed:
+            if not self.store.hold(entry):
+                return True
+            data, on_disk = self._bytes.get(entry.name), entry.on_disk
+        try:
+            fault = "" if data is None or checksum_of(data) == entry.checksum else "corrupt"
+            if on_disk and not fault:
+                fault = self._load_block(entry)[1]
+            if fault:
+                self._quarantine(entry, fault)
+        finally:
+            self._release(entry)
+        return not fault
+
+    def entries(self) -> list[Entry]:
+        """The blocks held now."""
+        with self._changed:
+            return list(self.store)
+
+    def describe(self, entry: Entry) -> tuple[str, bytes, int]:
+        """(tenant, description, blocks that follow) of a block."""
+        with self._changed:
+            children = self.store.children(entry)
+        return self._tenants.get(entry.tag, entry.tag.hex()), self._origins.get(entry.origin, b""), children
+
+    def stats(self) -> dict[str, Any]:
+        """What happened since start, by the names of GetStats."""
+        with self._changed:
+            store, room = self.store, self.store.room
+            return {
+                "blocks": store.blocks,
+                "bytes": store.bytes,
+                "budget_bytes": self.limits.home,
+                "evicted": room.evicted,
+                "memory_blocks": len(self._bytes),
+                "memory_bytes": room.memory,
+                "memory_budget_bytes": self.limits.memory,
+                "disk_blocks": room.on_disk,
+                "index_s": self.index_s,
+                **asdict(store.counters),
+                **asdict(self.faults),
+            }
+
+    # ---- inside ----
+
+    def _settle(self) -> None:
+        """Carries out what the store has decided about memory."""
+        room = self.store.room
+        if room.dropped:
+            for name in room.dropped:
+                self._bytes.pop(name, None)
+            room.dropped.clear()
+
+    def _write_loop(self, disk: Disk) -> None:
+        room = self.store.room
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or room.dirty or room.doomed)
+                if not room.dirty and not room.doomed:
+                    return
+                doomed, batch = room.take_doomed(), room.take_dirty(WRITE_BYTES)
+                pairs = [(entry, self._bytes[entry.name]) for entry in batch if entry.in_memory]
+                lost = [entry for entry in batch if not entry.in_memory]  # dropped before their turn came
+            written = self._write(disk, doomed, pairs)
+            with self._changed:
+                room.deleted(doomed)
+                room.written([entry for entry, _ in pairs], on_disk=written)
+                room.written(lost, on_disk=False)
+                self._settle()
+                self._changed.notify_all()
+
+    def _write(self, disk: Disk, doomed: list[Entry], pairs: Sequence[tuple[Entry, Bytes]]) -> bool:
+        """Whether the blocks are on disk now. What is to be deleted is, unless the disk fails altogether."""
+        tenants = {entry.tag: self._tenants[entry.tag] for entry, _ in pairs if entry.tag in self._tenants}
+        origins = {entry.origin: self._origins[entry.origin] for entry, _ in pairs if entry.origin}
+        try:
+            try:
+                disk.write([entry.name for entry in doomed], pairs, tenants.items(), origins.items())
+            except DiskError as error:
+                if not error.full:
+                    raise
+                self._clear(disk, doomed, sum(len(data) for _, data in pairs))
+                disk.write((), pairs, tenants.items(), origins.items())
+        except DiskError as error:
+            _log.error("%d blocks are not on disk: %s", len(pairs), error)
+            fault = "disk_full" if error.full else "write_errors"
+            with self._changed:
+                setattr(self.faults, fault, getattr(self.faults, fault) + len(pairs))
+            return False
+        return True
+
+    def _clear(self, disk: Disk, doomed: list[Entry], nbytes: int) -> None:
+        """Makes room on a disk that is full before its budget is: LMDB needs runs of free pages."""
+        with self._changed:
+            self.store.room.shrink(2 * nbytes)
+            doomed += self.store.room.take_doomed()
+            self._settle()
+        disk.write([entry.name for entry in doomed])
+        disk.write()  # LMDB gives pages out again in the transaction after the next
