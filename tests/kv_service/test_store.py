@@ -607,7 +607,7 @@ class TieredMachine(RuleBasedStateMachine):
         assert room.home <= 8 * KIB
         assert room.on_disk == len(self.disk)
         assert len(self.disk) * KIB <= room.home
-        if not (self.batch or self.doomed or room.doomed or self.leased):
+        if not (self.batch or self.doomed or room.doomed or room.dirty or self.leased):
             assert room.home == KIB * self.store.blocks
 
 

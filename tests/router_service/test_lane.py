@@ -330,7 +330,7 @@ class Slow(pb_grpc.KvServiceServicer):
         if self.error:
             raise self.error
         self.release.wait(5)
-        return pb.PutResponse(stored=sum(chunk.last for chunk in request))
+        return pb.PutResponse(stored=sum(part.last for message in request for part in message.parts))
 
 
 @pytest.fixture

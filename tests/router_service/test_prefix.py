@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+import xxhash
 
 from forefetch import rpc
 from forefetch.errors import Unavailable
@@ -283,18 +284,18 @@ class Bad(pb_grpc.KvServiceServicer):
         self.look_ups += 1
         if self.how == "no look-up":
             raise Unavailable("not now")
-        return pb.LookUpResponse(held=len(request.keys))
+        return pb.LookUpResponse(held=len(request.digests))
 
     @rpc.sync_handler
     def Put(self, request: Any, context: Any) -> pb.PutResponse:
-        return pb.PutResponse(stored=sum(chunk.last for chunk in request))
+        return pb.PutResponse(stored=sum(part.last for message in request for part in message.parts))
 
     @rpc.sync_handler
     def Get(self, request: Any, context: Any) -> Iterator[pb.GetResponse]:
         self.gets += 1
         for index, _ in enumerate(request.keys):
             data = content(tuple(tokens((index + 1) * PAGE)))
-            checksum = hashlib.sha256(data).digest()
+            checksum = xxhash.xxh3_128_digest(data)
             if index == 2:
                 if self.how == "slow":
                     self.release.wait(5)
@@ -307,11 +308,11 @@ class Bad(pb_grpc.KvServiceServicer):
                 if self.how == "short":
                     data = data[:-1]
                 if self.how == "another size":
-                    data, checksum = data[:-1], hashlib.sha256(data[:-1]).digest()
+                    data, checksum = data[:-1], xxhash.xxh3_128_digest(data[:-1])
                 if self.how == "half":
-                    yield pb.GetResponse(index=index, data=data[:10])
+                    yield pb.GetResponse(parts=[pb.BlockPart(index=index, data=data[:10])])
                     return
-            yield pb.GetResponse(index=index, data=data, last=True, checksum=checksum)
+            yield pb.GetResponse(parts=[pb.BlockPart(index=index, data=data, last=True, checksum=checksum)])
 
 
 @pytest.fixture
