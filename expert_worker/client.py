@@ -42,11 +42,13 @@ def connect(
     tls: rpc.Tls | None,
     timeout_s: float,
     spin_us: int = -1,
+    experts: str = "stored",
 ) -> Link:
     """A link to the worker at host:port. link: "auto", "shm" or "grpc"; auto takes shm where both see the same memory.
 
-    Raises Mismatch when the worker serves another model, type or width, takes fewer than `max_rows` rows in a frame, or shm is
-    forced and cannot be; Unavailable when it cannot be reached in time or is still loading.
+    experts: the worker's --experts, which says how weights may have been rounded.
+    Raises Mismatch when the worker serves another model, format, type or width, takes fewer than `max_rows` rows in a frame,
+    or shm is forced and cannot be; Unavailable when it cannot be reached in time or is still loading.
     """
     if link == "shm" and shm.unsupported():
         raise Mismatch(shm.unsupported())
@@ -54,6 +56,8 @@ def connect(
     try:
         info = _describe(channel, timeout_s)
         _check(info, digest, hidden, dtype, max_rows)
+        if info.expert_format != experts:
+            raise Mismatch(f"the worker's experts are {info.expert_format}, the router expects {experts} (its --experts)")
         if link == "shm" or (link == "auto" and info.shm_domain and info.shm_domain == shm.domain()):
             try:
                 return ShmLink(address, info, channel, max_rows, timeout_s, spin_ns(spin_us, info.shards))
@@ -124,6 +128,7 @@ def _describe(channel: grpc.Channel, timeout_s: float) -> WorkerInfo:
         max_rows=said.max_rows,
         shm_domain=said.shm_domain,
         version=said.version,
+        expert_format=said.expert_format or "stored",
     )
 
 

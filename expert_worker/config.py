@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, cast
 
 from forefetch.errors import ConfigError
+from forefetch.kernels.grouped_mlp.formats import ExpertFormat, Kind
 from forefetch.settings import ServiceConfig, setting
 
 
@@ -34,8 +36,23 @@ class ExpertConfig(ServiceConfig):
     slots: str = setting(
         "100%",
         """Experts resident on the device at once: a count, or a percentage of those the worker holds. Below 100% all experts
-        wait in host memory as stored, and one that a call needs is copied into a slot first; a call that needs more experts
-        than there are slots runs in waves. Answers are the same, to the bit.""",
+        wait in host memory, hints have some copied into slots ahead of time, and a call waits for what it misses while the
+        rest runs; one that needs more experts than there are slots runs in waves. Answers are the same, to the bit.""",
+    )
+    experts: str = setting(
+        "stored",
+        """How experts wait in host memory. stored: as in the checkpoint, nothing is rounded. int8 and int4 take a half and a
+        quarter of 16-bit memory and of the time of copies; they round weights, so answers change, and every answer names it.
+        Slots hold the compute type in any case.""",
+        choices=("stored", "int8", "int4"),
+    )
+    cache_dir: str = setting(
+        "~/.cache/forefetch",
+        """Folder that keeps experts converted to --experts int8 or int4, named by what they were made from; none: convert at
+        each start. Damaged files are made again; a folder that cannot be written costs a warning.""",
+    )
+    check_copies: bool = setting(
+        False, "Compare every slot with host memory after it was filled; one that differs fails the call. Slow; for debugging."
     )
     threads: int = setting(0, "CPU threads for one product; 0 leaves the choice to OMP_NUM_THREADS and torch.")
     max_rows: int = setting(
@@ -60,6 +77,16 @@ class ExpertConfig(ServiceConfig):
             if getattr(self, name) < least:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be at least {least}")
         self.slot_count(100)
+
+    @property
+    def expert_format(self) -> ExpertFormat | None:
+        """The host format; None: as stored."""
+        return None if self.experts == "stored" else ExpertFormat(cast(Kind, self.experts))
+
+    @property
+    def cache_folder(self) -> Path | None:
+        """The folder of converted experts; None: there is none."""
+        return None if self.cache_dir == "none" else Path(self.cache_dir).expanduser()
 
     def slot_count(self, experts: int) -> int:
         """Slots for a worker that holds `experts` of them. Raises ConfigError, with the arithmetic, when there is none."""

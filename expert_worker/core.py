@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from expert_worker.config import ExpertConfig
-from expert_worker.experts import Experts
+from expert_worker.experts import Experts, Storage
+from expert_worker.residency import Copied
 from forefetch import shm, wire
 from forefetch.device import place
-from forefetch.errors import ForefetchError
+from forefetch.errors import ConfigError, ForefetchError
 from forefetch.frames import FrameBuffer
 from forefetch.hints import ExpertHint
 from forefetch.kernels.grouped_mlp.formats import Kind
@@ -50,6 +51,7 @@ class WorkerInfo:
     max_rows: int
     shm_domain: str = ""
     version: str = VERSION
+    expert_format: str = "stored"
 
     def shape(self, max_rows: int | None = None) -> wire.Shape:
         """What frames must look like."""
@@ -70,7 +72,12 @@ class Evaluator(Protocol):
 
     @property
     def load(self) -> npt.NDArray[np.int64]:
-        """Pairs evaluated per layer and expert held."""
+        """Pairs evaluated, of any shape; by layer and, in it, by expert held."""
+        ...
+
+    @property
+    def copied(self) -> Copied:
+        """Totals of copies into fast memory."""
         ...
 
     @property
@@ -78,11 +85,11 @@ class Evaluator(Protocol):
         """Bytes of weights held."""
         ...
 
-    def forward(self, call: wire.LayerCall, out: Tensor) -> tuple[int, Verified]:
-        """Fills out [N, H]; returns ns spent waiting for copies, and what became of hints."""
+    def forward(self, call: wire.LayerCall, out: Tensor, source: str) -> tuple[int, Verified]:
+        """Fills out [N, H]; returns ns spent waiting for copies, and what became of hints. source names the router."""
         ...
 
-    def hint(self, hint: ExpertHint) -> bool:
+    def hint(self, hint: ExpertHint, source: str) -> bool:
         """Takes a hint in, from any thread, without waiting for calls; False when it is of no use."""
         ...
 
@@ -142,12 +149,12 @@ class Core:
         """A call is being evaluated."""
         return self._turn.taken
 
-    def forward(self, call: wire.LayerCall, out: Tensor) -> Spent:
-        """Fills out [N, H]. BadRequest for a layer or expert that is not held."""
+    def forward(self, call: wire.LayerCall, out: Tensor, source: str = "") -> Spent:
+        """Fills out [N, H]. BadRequest for a layer or expert that is not held. source: the router, whose steps it counts in."""
         asked = perf_counter_ns()
         with self._turn:
             began = perf_counter_ns()
-            copy_ns, verified = self.experts.forward(call, out)
+            copy_ns, verified = self.experts.forward(call, out, source)
             compute_ns = perf_counter_ns() - began - copy_ns
             self.calls += 1
             self.rows += len(call.x)
@@ -157,22 +164,22 @@ class Core:
             self.verified = Verified(*map(add, self.verified, verified))
         return Spent(began - asked, copy_ns, compute_ns, verified)
 
-    def hint(self, hint: ExpertHint) -> None:
+    def hint(self, hint: ExpertHint, source: str = "") -> None:
         """Takes a hint in; one that is of no use is counted and dropped. Raises nothing, waits for no call."""
         try:
-            taken = not hint.flaw and self.experts.hint(hint)
+            taken = not hint.flaw and self.experts.hint(hint, source)
         except Exception:
             taken = False
             log.exception("defect while taking a hint")
         self.hints += taken
         self.hints_dropped += not taken
 
-    def answer(self, request: FrameBuffer, size: int, reply: FrameBuffer) -> int:
+    def answer(self, request: FrameBuffer, size: int, reply: FrameBuffer, source: str = "") -> int:
         """Reads a request frame of `size` bytes, writes its reply or error frame, returns that one's bytes. Raises nothing."""
         try:
             call = wire.decode_request(request, size, self._shape)
             out = wire.reply_rows(reply, len(call.x), self.info.hidden_size, self.info.dtype)
-            return wire.encode_reply(reply, call, *self.forward(call, out))
+            return wire.encode_reply(reply, call, *self.forward(call, out, source))
         except ForefetchError as error:
             return self.refuse(request, size, reply, error)
         except Exception:
@@ -194,30 +201,49 @@ def load(config: ExpertConfig, on_progress: Callable[[int, int], None] = lambda 
     """Reads the checkpoint's shard. Raises ConfigError or UnsupportedModel."""
     spec, checkpoint = open_model(config.model, allow_synthetic=config.allow_synthetic)
     device, dtype = place(config.device, config.dtype, spec.dtype)
-    held = shard_of(spec.num_experts, config.shards)[config.shard]
-    slots = config.slot_count(len(held) * len(spec.moe_layers))
+    held = _held(config, spec)
+    total = sum(map(len, held.values()))
+    storage = Storage(config.slot_count(total), config.expert_format, config.cache_folder, config.check_copies)
+    _check_slots(config, spec, held, storage.slots)
     experts: Evaluator
-    if device.type == "cuda" and slots == len(held) * len(spec.moe_layers) and _has_kernels(spec):
+    uniform = len(set(held.values())) == 1
+    if device.type == "cuda" and storage.slots == total and uniform and _has_kernels(spec):
         from expert_worker.packed import PackedExperts, packed_format
 
-        format = packed_format(spec, cast(Kind, str(dtype).removeprefix("torch.")))
-        rows = config.max_rows
-        experts = PackedExperts(
-            spec, checkpoint, held, format, device=device, dtype=dtype, max_rows=rows, on_progress=on_progress
-        )
+        kind = cast(Kind, str(dtype).removeprefix("torch.") if config.experts == "stored" else config.experts)
+        how = {"device": device, "dtype": dtype, "max_rows": config.max_rows, "on_progress": on_progress}
+        shard = held[spec.moe_layers[0]]
+        experts = PackedExperts(spec, checkpoint, shard, packed_format(spec, kind), **how)  # type: ignore[arg-type]
     else:
-        experts = Experts(spec, checkpoint, held, device=device, dtype=dtype, slots=slots, on_progress=on_progress)
+        experts = Experts(spec, checkpoint, held, storage, device=device, dtype=dtype, on_progress=on_progress)
     info = WorkerInfo(
         model_digest=checkpoint.digest,
         model=spec.name,
         shard=config.shard,
         shards=config.shards,
-        layers=dict.fromkeys(spec.moe_layers, held),
+        layers=held,
         hidden_size=spec.hidden_size,
         dtype=dtype,
         device=str(device),
         instance_id=secrets.token_hex(8),
         max_rows=config.max_rows,
+        expert_format=config.experts,
         shm_domain=shm.domain(),
     )
     return Core(info, experts)
+
+
+def _held(config: ExpertConfig, spec: ModelSpec) -> dict[int, tuple[int, ...]]:
+    """MoE layer -> this worker's experts."""
+    return dict.fromkeys(spec.moe_layers, shard_of(spec.num_experts, config.shards)[config.shard])
+
+
+def _check_slots(config: ExpertConfig, spec: ModelSpec, held: dict[int, tuple[int, ...]], slots: int) -> None:
+    """ConfigError when one token's experts of one layer do not fit."""
+    most, total = max(map(len, held.values())), sum(map(len, held.values()))
+    need = min(spec.top_k, most)
+    if slots < need:
+        raise ConfigError(
+            f"--slots {config.slots}: {slots} slots for the {total} experts that this worker holds; a token needs up to {need} "
+            f"(top-{spec.top_k}) of the {most} of a layer at once"
+        )

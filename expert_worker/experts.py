@@ -1,161 +1,229 @@
-"""The experts of one shard: host copies, the slot pool on the device, and their evaluation."""
+"""The experts of one shard: where they are kept, and their evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter_ns
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from expert_worker.slots import NOWHERE, Slots
+from expert_worker.convert import Shard, fill
+from expert_worker.host import Host
+from expert_worker.pool import Pool, plain
+from expert_worker.residency import Copied, CopyFailed, Residency, StartCopy, Wait
+from expert_worker.slots import Slots, uses_of
+from expert_worker.visit import Visit
 from forefetch.errors import BadRequest
 from forefetch.hints import ExpertHint
-from forefetch.kernels.grouped_mlp import Evaluation, Pairs, SlotWeights
+from forefetch.kernels.grouped_mlp import Evaluation, Pairs
+from forefetch.kernels.grouped_mlp.formats import ExpertFormat
 from forefetch.pairs import sort_pairs
 from forefetch.spec import ModelSpec
 from forefetch.weights import Checkpoint, load_expert
 from forefetch.wire import LayerCall, Verified
 
-_ALIGNMENT = 64  # bytes
+_GPU_DEPTH = 2  # copies under way at once, so that the copy engine never waits for Python
+
+Held = Mapping[int, Sequence[int]]
+"""MoE layer -> the experts of it that a worker holds, ascending."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How experts are kept. `format` None: as stored in the checkpoint, nothing is rounded."""
+
+    slots: int
+    format: ExpertFormat | None = None
+    cache: Path | None = None  # where converted experts are kept on disk
+    check_copies: bool = False  # compare each filled slot with host memory: slow, for debugging
 
 
 class Experts:
-    """Experts are numbered through: (place of the layer among the MoE layers) * held + place in the shard.
+    """Experts are numbered through, layer after layer. Not for concurrent use, but for `hint` and `resident`.
 
-    With a slot for each, an expert's slot is its number. With fewer, all wait in host memory as stored and `Slots` says which
-    sit where. Not for concurrent use.
+    With a slot for each, an expert's slot is its number. With fewer, all wait in host memory; `residency` says which sit where.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
         checkpoint: Checkpoint,
-        held: Sequence[int],
+        held: Held,
+        storage: Storage,
         *,
         device: torch.device,
         dtype: torch.dtype,
-        slots: int,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Reads experts `held` of every MoE layer. on_progress(done, total) counts them. UnsupportedModel for bad tensors."""
+        """Reads the experts `held`. on_progress(done, total) counts them. UnsupportedModel for bad tensors."""
         self.layers = {layer: place for place, layer in enumerate(spec.moe_layers)}
-        self.held = tuple(held)
-        self.load = np.zeros((len(self.layers), len(held)), dtype=np.int64)  # pairs evaluated
-        # Place in the shard of expert e at e + 1; -1 for those of others and, at both ends, for what is no expert.
-        self._place = np.full(spec.num_experts + 2, -1, dtype=np.int32)
-        self._place[np.array(held) + 1] = np.arange(len(held))
-        self._device = device
-        self._calls = 0
-        total, hidden, width = self.load.size, spec.hidden_size, spec.expert_width
-        count = min(slots, total)
-        self.weights = SlotWeights(_pool(count, 2 * width, hidden, dtype, device), _pool(count, hidden, width, dtype, device))
-        self.slots = Slots(count, total) if count < total else None
-        self._host: list[tuple[Tensor, Tensor]] = []
-        for number in range(total):
-            layer = spec.moe_layers[number // len(held)]
-            self._admit(number, *load_expert(checkpoint, spec, layer, held[number % len(held)]))
-            on_progress(number + 1, total)
+        self.members = [(layer, expert) for layer in spec.moe_layers for expert in held[layer]]
+        sizes = [len(held[layer]) for layer in spec.moe_layers]
+        self._first = np.cumsum([0, *sizes]).tolist()
+        # Number of expert e of the layer at e + 1; -1 for those of others and, at both ends, for what is no expert.
+        self._number = np.full((len(sizes), spec.num_experts + 2), -1, dtype=np.int32)
+        for number, (layer, expert) in enumerate(self.members):
+            self._number[self.layers[layer], expert + 1] = number
+        total = len(self.members)
+        self.load = np.zeros(total, dtype=np.int64)  # pairs evaluated, by number
+        self._device, count = device, min(storage.slots, total)
+        self._check = storage.check_copies
+        self.pool = Pool(count, spec.hidden_size, spec.expert_width, dtype, device)
+        self.host: Host | None = None
+        self.residency: Residency | None = None
+        shard = Shard(spec, checkpoint, self.members)
+        if count == total and storage.format is None:
+            for number, (layer, expert) in enumerate(self.members):
+                self.pool.put(number, *load_expert(checkpoint, spec, layer, expert, device))
+                on_progress(number + 1, total)
+            return
+        format = storage.format or plain(getattr(torch, spec.dtype))
+        host = Host(total, spec.hidden_size, spec.expert_width, format, pinned=device.type == "cuda" and count < total)
+        fill(host, shard, storage.cache, on_progress)
+        if count == total:
+            for number in range(total):
+                self.pool.fill(number, host.blobs[number], format)
+            return
+        self.host, self.residency = host, self._manage(host, Slots(count, sizes, min(spec.top_k, max(sizes))))
+        weakref.finalize(self, self.residency.close)
 
-    def _admit(self, number: int, w13: Tensor, w2: Tensor) -> None:
-        if self.slots is None:
-            self._fill(number, w13, w2)
-        elif self.weights.w2.is_cuda:
-            self._host.append((_turned(w13).pin_memory().t(), _turned(w2).pin_memory().t()))
-        else:
-            self._host.append((_turned(w13).t(), _turned(w2).t()))
+    def _manage(self, host: Host, slots: Slots) -> Residency:
+        """Times a copy first: hints are admitted by what copies can bring in time."""
+        lane = _Lane(self.pool, host, self._check)
+        for slot in (0, 0):  # the first one wakes up libraries
+            began = perf_counter_ns()
+            lane.start(slot, 0)()
+            copy_ns = perf_counter_ns() - began
+        self._lane = lane
+        depth = _GPU_DEPTH if self._device.type == "cuda" else 1
+        return Residency(slots, lane.start, expert_bytes=host.stride, copy_ns=copy_ns, depth=depth)
 
-    def _fill(self, slot: int, w13: Tensor, w2: Tensor) -> None:
-        self.weights.w13[slot].copy_(w13, non_blocking=True)
-        self.weights.w2[slot].copy_(w2, non_blocking=True)
+    @property
+    def copied(self) -> Copied:
+        """Totals of copies into slots."""
+        return self.residency.copied if self.residency else Copied()
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights in slots and in host memory."""
-        tensors = [self.weights.w13, self.weights.w2, *(tensor for pair in self._host for tensor in pair)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return self.pool.memory.nbytes + (self.host.blobs.nbytes if self.host else 0)
 
     @torch.inference_mode()
-    def forward(self, call: LayerCall, out: Tensor) -> tuple[int, Verified]:
-        """Fills out [N, H], which may lie on the host while the experts do not. Returns ns spent on copies into slots, and
-        how the experts that it needed were found.
+    def forward(self, call: LayerCall, out: Tensor, source: str = "") -> tuple[int, Verified]:
+        """Fills out [N, H], which may lie on the host while the experts do not. Returns ns spent waiting for copies into slots,
+        and how the experts that it needed were found. source: which router's steps it counts in.
 
         BadRequest for a layer or an expert that is not held here, a row that is not there, a weight that is not finite.
+        CopyFailed when a missing expert could not be brought in.
         """
         layer = self.layers.get(call.layer)
         if layer is None:
             raise BadRequest("layer", f"layer {call.layer} has no routed experts")
-        pairs = self._sort(call)
-        self.load[layer, pairs.experts] += np.array(pairs.counts, dtype=np.int64)
-        numbers = [layer * len(self.held) + place for place in pairs.experts]
-        evaluation = Evaluation(call.x.to(self._device, non_blocking=True), pairs, self.weights)
-        copy_ns, verified = 0, Verified(resident=len(numbers))
-        if self.slots is None:
-            evaluation.run(range(len(numbers)), numbers)
+        pairs = self._sort(call, layer)
+        self.load[pairs.experts] += np.array(pairs.counts, dtype=np.int64)
+        evaluation = Evaluation(call.x.to(self._device, non_blocking=True), pairs, self.pool.weights)
+        waited, verified = 0, Verified(resident=len(pairs.experts))
+        if self.residency is None:
+            evaluation.run(range(len(pairs.experts)), pairs.experts)
         else:
-            before = self.slots.misses
-            copy_ns = self._run_waves(evaluation, numbers, self.slots)
-            misses = self.slots.misses - before
-            verified = Verified(misses=misses, resident=len(numbers) - misses)
+            uses = uses_of(pairs.counts, len(call.x))
+            with Visit(self.residency, (source, call.step, layer), pairs.experts, uses) as visit:
+                self._run_waves(evaluation, pairs.experts, visit)
+            waited, verified = visit.stall_ns, visit.verified()
         evaluation.combine(out)
-        return copy_ns, verified
+        return waited, verified
 
-    def hint(self, hint: ExpertHint) -> bool:
-        """Whether the hint is about experts held here. (Nothing is copied ahead of time yet.)"""
-        return hint.layer in self.layers and set(hint.experts.tolist()) <= set(self.held)
+    def _run_waves(self, evaluation: Evaluation, experts: list[int], visit: Visit) -> None:
+        """Runs each expert once, as they come to be in their slots."""
+        assert self.residency is not None
+        group_of, slot_of = {expert: group for group, expert in enumerate(experts)}, self.residency.slots.slot_of
+        for wave in visit.waves():
+            slots = [slot_of[expert] for expert in wave]
+            evaluation.run([group_of[expert] for expert in wave], slots)
+            self._lane.used(slots)
 
-    def resident(self, layer: int) -> list[int]:
-        """The layer's experts that sit in a slot, ascending; none for a layer without routed experts."""
-        place = self.layers.get(layer)
-        if place is None:
-            return []
-        if self.slots is None:
-            return list(self.held)
-        first = place * len(self.held)
-        return [expert for number, expert in enumerate(self.held, first) if self.slots.slot_of[number] != NOWHERE]
-
-    def _sort(self, call: LayerCall) -> Pairs:
-        """The call's pairs, experts as places in the shard. BadRequest for values that make no sense."""
+    def _sort(self, call: LayerCall, layer: int) -> Pairs:
+        """The call's pairs, experts as numbers. BadRequest for values that make no sense."""
         row, expert, rows = call.pair_row.numpy(), call.pair_expert.numpy(), len(call.x)
         if row.size and row.view(np.uint32).max() >= rows:  # as unsigned, a negative index is too large as well
             raise BadRequest("pair_row", f"a row index is outside 0..{rows - 1}")
         if not np.isfinite(call.pair_weight.numpy()).all():
             raise BadRequest("pair_weight", "a gate weight is not finite")
-        place = self._place.take(expert + 1, mode="clip")
+        number = self._number[layer].take(expert + 1, mode="clip")
         try:
-            return sort_pairs(row, place, call.pair_weight, rows, self._device)
-        except ValueError:  # a negative place; looking for one in every call would cost more
-            wrong = expert[place < 0][0]
+            return sort_pairs(row, number, call.pair_weight, rows, self._device)
+        except ValueError:  # a negative number; looking for one in every call would cost more
+            wrong = expert[number < 0][0]
             raise BadRequest("pair_expert", f"expert {wrong} of layer {call.layer} is not held by this worker") from None
 
-    def _run_waves(self, evaluation: Evaluation, numbers: Sequence[int], slots: Slots) -> int:
-        """Runs each of the distinct experts once, copying those that are not resident. Returns ns spent on that."""
-        self._calls += 1
-        group_of = {number: group for group, number in enumerate(numbers)}
-        copy_ns = 0
-        with closing(slots.waves(numbers, self._calls)) as waves:
-            for wave in waves:
-                began = perf_counter_ns()
-                for number in wave.loads:
-                    self._fill(wave.slots[number], *self._host[number])
-                if wave.loads and self.weights.w2.is_cuda:
-                    torch.cuda.current_stream(self.weights.w2.device).synchronize()  # else the wait would count as compute
-                copy_ns += perf_counter_ns() - began
-                evaluation.run([group_of[number] for number in wave.slots], list(wave.slots.values()))
-        return copy_ns
+    # ---- what other threads ask ----
+
+    def hint(self, hint: ExpertHint, source: str = "") -> bool:
+        """Has experts copied ahead of time. False when the hint is stale, or about experts or a layer not held here."""
+        layer = self.layers.get(hint.layer)
+        if layer is None:
+            return False
+        numbers = self._number[layer].take(hint.experts.astype(np.int64) + 1, mode="clip")
+        if (numbers < 0).any():
+            return False
+        return self.residency is None or self.residency.hint((source, hint.step, layer), numbers.tolist(), hint)
+
+    def resident(self, layer: int) -> list[int]:
+        """The layer's experts that can be used at once, ascending; none for a layer without routed experts."""
+        place = self.layers.get(layer)
+        if place is None:
+            return []
+        if self.residency is None:
+            return [expert for _, expert in self.members[self._first[place] : self._first[place + 1]]]
+        with self.residency.changed:
+            return [self.members[number][1] for number in self.residency.slots.ready(place)]
 
 
-def _pool(slots: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[slots, rows, columns], each slot on an alignment of its own (a product's last bits may depend on it) and turned:
-    memory runs along `rows`, which is what a CPU multiplies a few rows of x by fastest (benchmarks/LOG.md)."""
-    step = _ALIGNMENT // dtype.itemsize
-    size = rows * columns
-    pool = torch.empty(slots, -(-size // step) * step, dtype=dtype, device=device)
-    return pool[:, :size].view(slots, columns, rows).transpose(1, 2)
+class _Lane:
+    """How an expert gets into a slot: in this thread on a CPU, on a stream beside the computation on a GPU."""
+
+    def __init__(self, pool: Pool, host: Host, check: bool) -> None:
+        self._pool, self._host, self._check = pool, host, check
+        self._stream = torch.cuda.Stream(pool.memory.device) if pool.memory.is_cuda else None  # type: ignore[no-untyped-call]
+        self._used: dict[int, torch.cuda.Event] = {}  # slot -> when the computation has read it
+        self.start: StartCopy = self._start if self._stream is None else self._launch
+
+    def _start(self, slot: int, number: int) -> Wait:
+        self._pool.fill(slot, self._host.blobs[number], self._host.format)
+        self._verify(slot, number)
+        return _nothing
+
+    def _launch(self, slot: int, number: int) -> Wait:
+        assert self._stream is not None
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            if slot in self._used:
+                self._stream.wait_event(self._used.pop(slot))
+            self._pool.fill(slot, self._host.blobs[number], self._host.format)
+            done.record(self._stream)
+
+        def wait() -> None:
+            done.synchronize()
+            self._verify(slot, number)
+
+        return wait
+
+    def used(self, slots: Sequence[int]) -> None:
+        """The computation launched so far reads these slots: nothing may be written to them before it is done."""
+        if self._stream is not None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._used.update(dict.fromkeys(slots, event))
+
+    def _verify(self, slot: int, number: int) -> None:
+        if self._check and self._pool.differs(slot, self._host, number):
+            raise CopyFailed("a slot does not hold what host memory says")
 
 
-def _turned(matrix: Tensor) -> Tensor:
-    """A host copy laid out as the pool's slots are, so that filling one is a plain copy."""
-    return matrix.t().contiguous()
+def _nothing() -> None:
+    pass

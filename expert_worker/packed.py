@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from expert_worker.residency import Copied
 from forefetch.errors import BadRequest
 from forefetch.hints import ExpertHint
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat, Kind, blob_bytes, pack
@@ -67,6 +68,11 @@ class PackedExperts:
         self._chosen = torch.full((len(self.layers), max_rows, spec.top_k), -1, dtype=torch.int32, device=device)
 
     @property
+    def copied(self) -> Copied:
+        """Nothing ever is."""
+        return Copied()
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights held."""
         return self._pool.numel()
@@ -99,7 +105,7 @@ class PackedExperts:
         self._load.scatter_add_(1, chosen, torch.ones_like(chosen))
 
     @torch.inference_mode()
-    def forward(self, call: LayerCall, out: Tensor) -> tuple[int, Verified]:
+    def forward(self, call: LayerCall, out: Tensor, source: str = "") -> tuple[int, Verified]:
         """Fills out [N, H], which may lie on the host. Nothing is ever copied: everything is resident."""
         if call.layer not in self.layers:
             raise BadRequest("layer", f"layer {call.layer} has no routed experts")
@@ -130,7 +136,7 @@ class PackedExperts:
         weights[row[order], column] = call.pair_weight.numpy()[order]
         return torch.from_numpy(ids), torch.from_numpy(weights)
 
-    def hint(self, hint: ExpertHint) -> bool:
+    def hint(self, hint: ExpertHint, source: str = "") -> bool:
         """Whether the hint is about experts held here; there is nothing to fetch."""
         return hint.layer in self.layers and set(hint.experts.tolist()) <= set(self.held)
 

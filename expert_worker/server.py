@@ -110,6 +110,7 @@ class ExpertService:
             instance_id=info.instance_id,
             max_rows=info.max_rows,
             version=info.version,
+            expert_format=info.expert_format,
         )
 
     @rpc.sync_handler
@@ -128,9 +129,11 @@ class ExpertService:
                 setattr(stats, name, getattr(core, name))
             for name, value in core.verified._asdict().items():
                 setattr(stats, name, value)
+            stats.copy_ns, stats.copies_failed = core.experts.copied.ns, core.experts.copied.failed
             stats.weight_bytes = core.experts.weight_bytes
-            for (layer, experts), pairs in zip(core.info.layers.items(), core.experts.load.tolist(), strict=True):
-                stats.load.add(layer=layer, experts=experts, pairs=pairs)
+            pairs = iter(core.experts.load.ravel().tolist())
+            for layer, experts in core.info.layers.items():
+                stats.load.add(layer=layer, experts=experts, pairs=[next(pairs) for _ in experts])
         return stats
 
     @rpc.sync_handler
@@ -141,7 +144,7 @@ class ExpertService:
             request = FrameBuffer.allocate(core.info.request_room(core.info.max_rows))
             reply = FrameBuffer.allocate(core.info.reply_room(core.info.max_rows))
             for message in messages:
-                yield reply.seal(_answer(core, message, request, reply))
+                yield reply.seal(_answer(core, message, request, reply, context.peer()))
 
     @rpc.sync_handler
     def hint(
@@ -150,7 +153,7 @@ class ExpertService:
         """Takes hints in as they come; answers those that ask for it."""
         with self._admitted("hinters") as core:
             for message in messages:
-                core.hint(from_message(message))
+                core.hint(from_message(message), context.peer())
                 if message.want_residency:
                     resident = core.experts.resident(message.layer)
                     yield expert_pb2.HintResponse(step=message.step, layer=message.layer, resident=resident)
@@ -175,23 +178,23 @@ class ExpertService:
 
             if context.add_callback(leave):
                 yield expert_pb2.OpenShmResponse(instance_id=core.info.instance_id)
-                self._serve(core, segment, ended)
+                self._serve(core, segment, ended, context.peer())
 
-    def _serve(self, core: Core, segment: shm.Segment, ended: threading.Event) -> None:
+    def _serve(self, core: Core, segment: shm.Segment, ended: threading.Event, source: str) -> None:
         request, reply = FrameBuffer(segment.request), FrameBuffer(segment.reply)
         seen = spin = 0
         while not ended.is_set():
             if segment.request_bell.wait(seen, spin):
                 seen, spin = segment.request_bell.value, self._spin
-                core.answer(request, len(request), reply)
+                core.answer(request, len(request), reply, source)
                 segment.reply_bell.ring(seen)
             else:
                 spin = 0
 
 
-def _answer(core: Core, message: bytes, request: FrameBuffer, reply: FrameBuffer) -> int:
+def _answer(core: Core, message: bytes, request: FrameBuffer, reply: FrameBuffer, source: str) -> int:
     try:
         size = request.unseal(message)
     except BadRequest as error:
         return core.refuse(request, 0, reply, error)
-    return core.answer(request, size, reply)
+    return core.answer(request, size, reply, source)

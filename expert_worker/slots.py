@@ -1,104 +1,151 @@
-"""Which experts sit in which slots, and in what waves a call's experts come to sit there. Pure: the caller moves the bytes.
+"""Which experts sit in which slots, and which one goes when another must come in. Pure: the caller moves the bytes.
 
-A victim is the unpinned expert with the least frequency over age: uses so far, divided by the calls since the last one. Plain
-recency would evict each expert just before its layer comes round again.
+Belady's rule evicts what is needed farthest in the future. We estimate that: an expert of a layer whose next call is d calls
+away, and which a call of its layer needs with probability p, is needed again after d + layers * (1/p - 1) calls. p mixes two
+averages over the calls of its layer, one that forgets in a few calls (recency) and one that remembers hundreds (frequency); d
+makes the layer just passed the farthest. README.md of this room compares the rule with LRU, LFU and Belady on recorded traces.
+
+A call of many rows needs nearly every expert once, which says little; each expert then counts as `CROWD` of its rows would use
+it. So what a prompt touches once is the first to go again, and since a call may bring in no more than `window` experts at a
+time, a prompt takes at most that many slots away from decoding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 NOWHERE = -1
+CROWD = 8  # rows
+
+# The share of the newest call in the fast and in the slow average, and the fast one's share in p (chosen on recorded traces).
+FAST, SLOW, FAST_SHARE = 0.2, 0.01, 0.3
+_LEAST = 1e-4  # probability of an expert that was never used
+
+Ints = npt.NDArray[np.int64]
+Uses = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Wave:
-    """Experts that are resident together: run all of `slots`' experts after copying each of `loads`."""
-
-    slots: dict[int, int]  # expert -> slot
-    loads: tuple[int, ...]  # experts of `slots` that are not in their slot yet
+def uses_of(counts: Sequence[int], rows: int) -> Uses:
+    """How many of CROWD rows would use each expert, at most 1, when `counts` of `rows` rows do."""
+    return np.minimum(1.0, np.array(counts, dtype=np.float64) * (CROWD / max(rows, CROWD)))
 
 
 class Slots:
-    """`capacity` slots for experts numbered 0..experts-1 across all layers."""
+    """`capacity` slots for experts numbered 0, 1, ... layer after layer. A slot is empty, being filled, or ready."""
 
-    def __init__(self, capacity: int, experts: int) -> None:
-        """ValueError when there is no slot."""
+    def __init__(self, capacity: int, sizes: Sequence[int], floor: int = 0) -> None:
+        """sizes: experts of each layer. floor: a layer with no more resident than this loses none to others (as many as fit
+        for all layers). ValueError when there is no slot."""
         if capacity < 1:
             raise ValueError(f"{capacity} slots")
-        self.slot_of = [NOWHERE] * experts
+        self.capacity, self.layers = capacity, len(sizes)
+        self.floor = min(floor, capacity // len(sizes))
+        self.window = max(1, floor, capacity // 8)  # experts that one call may bring in before it has run those
+        self.layer_of = np.repeat(np.arange(len(sizes)), sizes)  # expert -> layer
+        self._first = np.cumsum([0, *sizes])
+        self.slot_of = [NOWHERE] * len(self.layer_of)
         self.expert_in = np.full(capacity, NOWHERE)
-        self.hits = self.misses = 0
+        self.predicted = np.zeros(len(self.layer_of), dtype=bool)  # experts that only a call in need may evict
+        self.unused = np.zeros(capacity, dtype=bool)  # came by prefetch and no call has used it
+        self.wasted = 0  # experts that left unused
+        self._free = list(range(capacity - 1, -1, -1))
+        self._ready = np.zeros(capacity, dtype=bool)
         self._pins = np.zeros(capacity, dtype=np.int64)
-        self._uses = np.zeros(experts)
-        self._last = np.zeros(experts)
+        self._count = np.zeros(self.layers, dtype=np.int64)  # slots of each layer
+        self._at = self.layers - 1  # the layer of the last call
+        chance = 1.0 / max(sizes, default=1)
+        self._fast, self._slow = (np.full(len(self.layer_of), chance) for _ in range(2))
+        self._gap = np.full(len(self.layer_of), self._gap_of(np.array(chance)))  # layers * (1/p - 1)
 
-    def waves(self, experts: Sequence[int], now: int) -> Generator[Wave, None, None]:
-        """Yields waves that name each expert once, those already resident first; asking for the next ends the one before.
+    # ---- what calls need ----
 
-        now: number of the call, rising. Close the iterator if a wave's loads fail: they are forgotten then.
-        RuntimeError when pins leave no slot to use.
+    def used(self, layer: int, experts: Ints, uses: Uses) -> None:
+        """A call of `layer` needs these experts, each as much as `uses_of` says."""
+        own = slice(self._first[layer], self._first[layer + 1])
+        for average, share in ((self._fast, FAST), (self._slow, SLOW)):
+            average[own] *= 1 - share
+            average[experts] += share * uses
+        self._gap[own] = self._gap_of(FAST_SHARE * self._fast[own] + (1 - FAST_SHARE) * self._slow[own])
+        self._at = layer
+
+    def _gap_of(self, probability: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return self.layers * (1 / np.clip(probability, _LEAST, 1) - 1)
+
+    def calls_until(self, layer: int, probability: float) -> float:
+        """Expected calls until an expert is needed that the next call of `layer` needs with this probability."""
+        return float((layer - self._at - 1) % self.layers + 1 + self._gap_of(np.array(probability)))
+
+    # ---- where experts are ----
+
+    def is_ready(self, expert: int) -> bool:
+        """Whether it can be used."""
+        slot = self.slot_of[expert]
+        return slot != NOWHERE and bool(self._ready[slot])
+
+    def ready(self, layer: int) -> list[int]:
+        """The layer's experts that can be used, ascending."""
+        return [expert for expert in range(self._first[layer], self._first[layer + 1]) if self.is_ready(expert)]
+
+    def place(self, expert: int, unless: float = 0.0, needed: bool = False) -> int:
+        """Gives a slot to an expert that has none, for the caller to fill; evicts if there is no empty one.
+
+        NOWHERE if that would evict an expert that is pinned, being filled, predicted, of a layer at its floor, or expected to
+        be needed within `unless` calls. needed: predictions and floors do not count.
         """
-        self._uses[experts] += 1
-        self._last[experts] = now
-        ready = [expert for expert in experts if self.slot_of[expert] != NOWHERE]
-        missing = [expert for expert in experts if self.slot_of[expert] == NOWHERE]
-        self.hits += len(ready)
-        self.misses += len(missing)
-        while ready or missing:
-            for expert in ready:
-                self.pin(expert)
-            loads = self._place(missing, now)
-            if not ready and not loads:
-                raise RuntimeError("every slot is pinned")
-            yield from self._hold([*ready, *loads], loads)
-            ready, missing = [], missing[len(loads) :]
-
-    def _hold(self, experts: list[int], loads: list[int]) -> Generator[Wave, None, None]:
-        done = False
-        try:
-            yield Wave({expert: self.slot_of[expert] for expert in experts}, tuple(loads))
-            done = True
-        finally:
-            for expert in experts:
-                self.unpin(expert)
-            for expert in () if done else loads:
-                self.drop(expert)
-
-    def _place(self, experts: Sequence[int], now: int) -> list[int]:
-        """Gives slots to as many as fit, pinned; returns those."""
-        placed: list[int] = []
-        for expert in experts:
-            slot = self._victim(now)
-            if slot == NOWHERE:
-                break
+        slot = self._free.pop() if self._free else self._victim(expert, unless, needed)
+        if slot != NOWHERE:
             if self.expert_in[slot] != NOWHERE:
-                self.drop(int(self.expert_in[slot]))
+                self._evict(slot)
             self.expert_in[slot], self.slot_of[expert] = expert, slot
-            self.pin(expert)
-            placed.append(expert)
-        return placed
+            self._ready[slot] = self.unused[slot] = False
+            self._count[self.layer_of[expert]] += 1
+        return slot
 
-    def _victim(self, now: int) -> int:
-        """An empty slot, else the unpinned one worth least; NOWHERE if all are pinned."""
-        held = self.expert_in
-        worth = np.where(held == NOWHERE, -1.0, self._uses[held] / (now - self._last[held] + 1))
-        worth[self._pins > 0] = np.inf
-        slot = int(worth.argmin())
-        return slot if worth[slot] < np.inf else NOWHERE
+    def _victim(self, expert: int, unless: float, needed: bool) -> int:
+        layers = self.layer_of[self.expert_in]
+        until = self._gap[self.expert_in] + ((np.arange(self.layers) - self._at - 1) % self.layers + 1)[layers]
+        until[(self._pins > 0) | ~self._ready] = -1
+        spared = self.predicted[self.expert_in] | ((self._count <= self.floor)[layers] & (layers != self.layer_of[expert]))
+        slot = int(np.where(spared, -1, until).argmax())
+        if spared[slot] or until[slot] < 0:
+            if not needed:
+                return NOWHERE
+            slot = int(until.argmax())
+        return slot if until[slot] > unless else NOWHERE
 
-    def pin(self, expert: int) -> None:
-        """Keeps a resident expert where it is until as many `unpin`s."""
-        self._pins[self.slot_of[expert]] += 1
+    def _evict(self, slot: int) -> None:
+        self.wasted += int(self.unused[slot])
+        expert = int(self.expert_in[slot])
+        self._count[self.layer_of[expert]] -= 1
+        self.slot_of[expert] = NOWHERE
 
-    def unpin(self, expert: int) -> None:
-        """Takes back one `pin`."""
-        self._pins[self.slot_of[expert]] -= 1
+    def filled(self, expert: int, prefetched: bool = False) -> None:
+        """Its bytes are in its slot."""
+        slot = self.slot_of[expert]
+        self._ready[slot], self.unused[slot] = True, prefetched
 
     def drop(self, expert: int) -> None:
-        """Forgets that a resident expert is resident. It must not be pinned."""
+        """Empties an unpinned expert's slot, filled or not."""
         slot = self.slot_of[expert]
-        self.expert_in[slot], self.slot_of[expert] = NOWHERE, NOWHERE
+        self._evict(slot)
+        self.expert_in[slot] = NOWHERE
+        self._ready[slot] = self.unused[slot] = False
+        self._free.append(slot)
+
+    def abandon(self, expert: int) -> None:
+        """Empties the slot of an expert whose bytes did not come; whoever pinned it must not unpin it."""
+        self._pins[self.slot_of[expert]] = 0
+        self.drop(expert)
+
+    def pin(self, experts: Sequence[int]) -> None:
+        """Keeps placed experts where they are until as many `unpin`s."""
+        for expert in experts:
+            self._pins[self.slot_of[expert]] += 1
+
+    def unpin(self, experts: Sequence[int]) -> None:
+        """Takes back one `pin` of each."""
+        for expert in experts:
+            self._pins[self.slot_of[expert]] -= 1

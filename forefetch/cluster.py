@@ -71,6 +71,12 @@ class ClusterConfig(Config):
         """Experts that each worker keeps on its device at once: a count, or a percentage of those it holds. Others wait in host
         memory and are copied when they are needed.""",
     )
+    experts: str = setting(
+        "stored",
+        """How experts wait in host memory. stored: as in the checkpoint. int8 and int4 take less memory and less time to copy,
+        round weights, and are named in every answer as an approximation.""",
+        choices=("stored", "int8", "int4"),
+    )
     port: int = setting(50051, "Port of the router on loopback; 0 takes a free one.")
     metrics_port: int = setting(0, "Port on loopback for the router's /metrics (Prometheus). 0: not served.")
     kv: bool = setting(True, "Start a KV service, which keeps sealed KV blocks beyond the router's life.")
@@ -183,12 +189,18 @@ class Cluster:
 
     def _worker_flags(self, shard: int) -> list[str]:
         shards = [f"--shard={shard}", f"--shards={self.config.workers}", f"--slots={self.config.slots}"]
+        shards.append(f"--experts={self.config.experts}")
         return [*self._model_flags(), *shards, *self._extra.worker]
 
     def _router_flags(self) -> list[str]:
         config = self.config
         workers = ",".join(self.processes[name].address for name in self.worker_names) or "local"
-        flags = [f"--workers={workers}", f"--kv-format={config.kv_format}", f"--drain-s={DRAIN_S}"]
+        flags = [
+            f"--experts={config.experts}",
+            f"--workers={workers}",
+            f"--kv-format={config.kv_format}",
+            f"--drain-s={DRAIN_S}",
+        ]
         if config.kv:
             flags.append(f"--kv={self.processes['kv'].address}")
         if config.metrics_port:

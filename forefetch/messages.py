@@ -80,7 +80,8 @@ class Finish:
     """The end of an answer. `reason`: "stop_token", "stop_string" (then `stop_string` is set), "length" or "context".
 
     `text` was held back until now. `ttft_ms` and `duration_ms` are the router's, from the request's arrival there.
-    `kv_format` and `shadow_experts` name approximations; "" and 0 mean that everything was computed as the checkpoint says.
+    `kv_format`, `shadow_experts` and `expert_format` name approximations; "" and 0 mean that everything was computed as the
+    checkpoint says.
     """
 
     reason: str
@@ -93,6 +94,7 @@ class Finish:
     stop_string: str
     kv_format: str
     shadow_experts: int
+    expert_format: str = ""
 
 
 Event = Token | Finish
@@ -250,6 +252,7 @@ def _finish(message: router_pb2.FinishEvent) -> Finish:
         stop_string=message.stop_string,
         kv_format=message.approximations.kv_format,
         shadow_experts=message.approximations.shadow_experts,
+        expert_format=message.approximations.expert_format,
     )
 
 

@@ -48,10 +48,10 @@ class LayerCall:
 class Verified(NamedTuple):
     """A call's distinct experts against where they were when it came, and the copies since the call before."""
 
-    hits: int = 0  # hinted, and here in time because of it
-    late: int = 0  # hinted, still being copied
-    misses: int = 0  # neither here nor on the way
-    resident: int = 0  # here without a hint's help
+    hits: int = 0  # hinted, and here when the call came
+    late: int = 0  # hinted, not here yet
+    misses: int = 0  # not hinted, not here
+    resident: int = 0  # not hinted, but here
     wasted_bytes: int = 0  # copied for a hint and gone again unused
     copied_bytes: int = 0
 

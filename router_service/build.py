@@ -140,6 +140,7 @@ def kv(
     """The way to the KV services: hand-over of sealed blocks, loading of prefixes."""
     cache, replicas = trunk.cache, Replicas(config.kv_addresses(), rpc.tls_of(config))
     kv_format, params = str(cache.dtype).removeprefix("torch."), f"computed in {trunk.dtype}"
+    params += "" if config.experts == "stored" else f" with {config.experts} experts"
     # Segments are named differently from whole chains: routers that cut must not meet blocks of routers that do not.
     params += " cut" if len(replicas.all) > 1 else ""
     handover = Handover(
@@ -172,6 +173,7 @@ def _connector(
             device=str(placement.device),
             dtype=str(placement.dtype).removeprefix("torch."),
             slots=config.slots,
+            experts=config.experts,
             max_rows=config.max_step_tokens,
         )
         return lambda _address: expert.local(local)
@@ -185,4 +187,5 @@ def _connector(
         max_rows=config.max_step_tokens,
         tls=tls,
         timeout_s=5.0,
+        experts=config.experts,
     )

@@ -49,6 +49,12 @@ class RouterConfig(ServiceConfig):
         """Device slots of the local worker: a share of its experts, or a count. Ignored when --workers names
         addresses.""",
     )
+    experts: str = setting(
+        "stored",
+        """How experts' weights are kept: stored as in the checkpoint, int8 or int4, which round them and are named in every
+        answer. Workers must use the same; the local worker does.""",
+        choices=("stored", "int8", "int4"),
+    )
     kv: str = setting(
         "",
         """KV services as host:port,host:port. They take sealed blocks and give them back to later requests with the same

@@ -34,7 +34,8 @@ class Status:
 
     def approximations(self) -> router_pb2.Approximations:
         """Everything that this router does not compute exactly as the checkpoint says."""
-        return router_pb2.Approximations(kv_format=self.placement.approximate_kv)
+        experts = "" if self.config.experts == "stored" else self.config.experts
+        return router_pb2.Approximations(kv_format=self.placement.approximate_kv, expert_format=experts)
 
     def describe(self) -> router_pb2.DescribeResponse:
         """Model, limits, workers."""

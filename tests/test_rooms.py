@@ -46,12 +46,13 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("text", "detokenise", "answer", "recorder", "core", "experts", "packed", "lookahead"),
         *("disk", "vault", "session_log", "session_rows", "operators"),
         *("kv", "handover", "lane", "replicas", "prefix", "naming"),
+        *("host", "pool", "convert", "residency", "visit"),
     ),
     "config": ("config",),
     "pure": (
         *("__init__", "scheduler", "pages", "admission", "slots", "store", "store_sessions", "keys", "outbox", "intake"),
         *("store_order", "store_room", "parts"),
-        *("segments", "cost"),
+        *("segments", "cost", "prefetch", "misses"),
     ),
 }
 PURE_MAY_NOT = (

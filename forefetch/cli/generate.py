@@ -132,6 +132,8 @@ def summary(completion: Completion) -> str:
         parts.append(f"{speed:.1f} tokens/s")
     if finish.kv_format:
         parts.append(f"approximate: KV in {finish.kv_format}")
+    if finish.expert_format:
+        parts.append(f"approximate: experts in {finish.expert_format}")
     return " · ".join([*parts, f"seed {finish.seed}", f"request {finish.request_id}"])
 
 
@@ -150,7 +152,11 @@ def as_json(completion: Completion) -> dict[str, Any]:
         "request_id": finish.request_id,
         "seed": finish.seed,
         "stop_string": finish.stop_string or None,
-        "approximations": {"kv_format": finish.kv_format or None, "shadow_experts": finish.shadow_experts},
+        "approximations": {
+            "kv_format": finish.kv_format or None,
+            "expert_format": finish.expert_format or None,
+            "shadow_experts": finish.shadow_experts,
+        },
     }
     if any(token.logprob is not None for token in completion.tokens):
         values["logprobs"] = [{"logprob": token.logprob, "top": token.top_logprobs} for token in completion.tokens]

@@ -220,6 +220,10 @@ def _load(stats: expert_pb2.ExpertServiceGetStatsResponse) -> Iterator[Value]:
             yield (str(layer.layer), str(expert)), pairs
 
 
+def _found(stats: expert_pb2.ExpertServiceGetStatsResponse) -> list[Value]:
+    return [(("hit",), stats.hits), (("late",), stats.late), (("miss",), stats.misses), (("resident",), stats.resident)]
+
+
 _ROUTER: tuple[Row[Any], ...] = (
     (names.REQUESTS, _ended),
     (names.RUNNING, lambda stats: stats.running),
@@ -252,6 +256,14 @@ _EXPERT: tuple[Row[Any], ...] = (
     (names.EXPERT_ERRORS, lambda stats: stats.errors),
     (names.EXPERT_BYTES, lambda stats: stats.weight_bytes),
     (names.EXPERT_COMPUTE, lambda stats: stats.compute_ns * 1e-9),
+    (names.EXPERT_FOUND, _found),
+    (names.EXPERT_COPIED, lambda stats: stats.copied_bytes),
+    (names.EXPERT_WASTED, lambda stats: stats.wasted_bytes),
+    (names.EXPERT_COPY, lambda stats: stats.copy_ns * 1e-9),
+    (names.EXPERT_COPY_WAIT, lambda stats: stats.copy_wait_ns * 1e-9),
+    (names.EXPERT_COPIES_FAILED, lambda stats: stats.copies_failed),
+    (names.EXPERT_HINTS, lambda stats: stats.hints),
+    (names.EXPERT_HINTS_DROPPED, lambda stats: stats.hints_dropped),
     (names.EXPERT_ROUTERS, lambda stats: stats.routers),
     (names.EXPERT_LOAD, _load),
 )

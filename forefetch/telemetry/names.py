@@ -119,6 +119,18 @@ EXPERT_PAIRS = Metric("forefetch_expert_pairs_total", "(row, expert) pairs evalu
 EXPERT_ERRORS = Metric("forefetch_expert_errors_total", "Frames refused.")
 EXPERT_BYTES = Metric("forefetch_expert_weight_bytes", "Bytes of expert weights held.")
 EXPERT_COMPUTE = Metric("forefetch_expert_compute_seconds_total", "Time spent computing.")
+EXPERT_FOUND = Metric(
+    "forefetch_expert_found_total",
+    "Distinct experts that calls needed, by where they were: hit (hinted, in fast memory), late, miss, resident.",
+    ("found",),
+)
+EXPERT_COPIED = Metric("forefetch_expert_copied_bytes_total", "Bytes copied into fast memory.")
+EXPERT_WASTED = Metric("forefetch_expert_wasted_bytes_total", "Bytes copied for hints that left fast memory unused.")
+EXPERT_COPY = Metric("forefetch_expert_copy_seconds_total", "Time that copies took.")
+EXPERT_COPY_WAIT = Metric("forefetch_expert_copy_wait_seconds_total", "Time that calls waited for copies.")
+EXPERT_COPIES_FAILED = Metric("forefetch_expert_copies_failed_total", "Copies that failed.")
+EXPERT_HINTS = Metric("forefetch_expert_hints_total", "Hints taken in.")
+EXPERT_HINTS_DROPPED = Metric("forefetch_expert_hints_dropped_total", "Hints that were stale or made no sense.")
 EXPERT_ROUTERS = Metric("forefetch_expert_routers", "Routers connected.")
 EXPERT_LOAD = Metric("forefetch_expert_load_pairs_total", "Pairs evaluated by each expert.", ("layer", "expert"))
 

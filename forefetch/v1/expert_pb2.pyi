@@ -12,7 +12,7 @@ class ExpertServiceDescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ExpertServiceDescribeResponse(_message.Message):
-    __slots__ = ("model_digest", "model", "shard", "shards", "layers", "hidden_size", "dtype", "device", "shm_domain", "instance_id", "max_rows", "version")
+    __slots__ = ("model_digest", "model", "shard", "shards", "layers", "hidden_size", "dtype", "device", "shm_domain", "instance_id", "max_rows", "version", "expert_format")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class ExpertServiceDescribeResponse(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     model: str
     shard: int
@@ -37,7 +38,8 @@ class ExpertServiceDescribeResponse(_message.Message):
     instance_id: str
     max_rows: int
     version: str
-    def __init__(self, model_digest: _Optional[str] = ..., model: _Optional[str] = ..., shard: _Optional[int] = ..., shards: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., device: _Optional[str] = ..., shm_domain: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_rows: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    expert_format: str
+    def __init__(self, model_digest: _Optional[str] = ..., model: _Optional[str] = ..., shard: _Optional[int] = ..., shards: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., device: _Optional[str] = ..., shm_domain: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_rows: _Optional[int] = ..., version: _Optional[str] = ..., expert_format: _Optional[str] = ...) -> None: ...
 
 class LayerExperts(_message.Message):
     __slots__ = ("layer", "experts")
@@ -108,7 +110,7 @@ class ExpertServiceGetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ExpertServiceGetStatsResponse(_message.Message):
-    __slots__ = ("uptime_s", "calls", "rows", "pairs", "errors", "weight_bytes", "compute_ns", "load", "routers", "hits", "late", "misses", "resident", "wasted_bytes", "copied_bytes", "copy_wait_ns", "hints", "hints_dropped")
+    __slots__ = ("uptime_s", "calls", "rows", "pairs", "errors", "weight_bytes", "compute_ns", "load", "routers", "hits", "late", "misses", "resident", "wasted_bytes", "copied_bytes", "copy_wait_ns", "hints", "hints_dropped", "copy_ns", "copies_failed")
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +129,8 @@ class ExpertServiceGetStatsResponse(_message.Message):
     COPY_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
     HINTS_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    COPY_NS_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FAILED_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     calls: int
     rows: int
@@ -145,7 +149,9 @@ class ExpertServiceGetStatsResponse(_message.Message):
     copy_wait_ns: int
     hints: int
     hints_dropped: int
-    def __init__(self, uptime_s: _Optional[float] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., pairs: _Optional[int] = ..., errors: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., compute_ns: _Optional[int] = ..., load: _Optional[_Iterable[_Union[ExpertLoad, _Mapping]]] = ..., routers: _Optional[int] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ..., resident: _Optional[int] = ..., wasted_bytes: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., hints: _Optional[int] = ..., hints_dropped: _Optional[int] = ...) -> None: ...
+    copy_ns: int
+    copies_failed: int
+    def __init__(self, uptime_s: _Optional[float] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., pairs: _Optional[int] = ..., errors: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., compute_ns: _Optional[int] = ..., load: _Optional[_Iterable[_Union[ExpertLoad, _Mapping]]] = ..., routers: _Optional[int] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ..., resident: _Optional[int] = ..., wasted_bytes: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., hints: _Optional[int] = ..., hints_dropped: _Optional[int] = ..., copy_ns: _Optional[int] = ..., copies_failed: _Optional[int] = ...) -> None: ...
 
 class ExpertLoad(_message.Message):
     __slots__ = ("layer", "experts", "pairs")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from expert_worker.core import Core, Turn, WorkerInfo
+from expert_worker.residency import Copied
 from forefetch import wire
 from forefetch.errors import BadRequest, ForefetchError, Mismatch
 from forefetch.frames import FrameBuffer
@@ -26,6 +27,7 @@ class Script:
 
     load = torch.zeros(1, 2, dtype=torch.int64).numpy()
     weight_bytes = 0
+    copied = Copied()
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -34,7 +36,7 @@ class Script:
         self.hinted: list[ExpertHint] = []
         self.error: Exception | None = None
 
-    def forward(self, call: LayerCall, out: Tensor) -> tuple[int, Verified]:
+    def forward(self, call: LayerCall, out: Tensor, source: str) -> tuple[int, Verified]:
         self.order.append(call.step)
         self.gate.wait(10.0)
         if self.error:
@@ -42,7 +44,7 @@ class Script:
         out.copy_(call.x + 1)
         return 7, Verified(hits=1, copied_bytes=2**40)
 
-    def hint(self, hint: ExpertHint) -> bool:
+    def hint(self, hint: ExpertHint, source: str) -> bool:
         self.hinted.append(hint)
         if self.error:
             raise self.error

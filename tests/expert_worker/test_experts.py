@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from torch import Tensor
 
 from expert_worker.config import ExpertConfig
 from expert_worker.core import load
-from expert_worker.experts import Experts
+from expert_worker.experts import Experts, Storage
+from expert_worker.pool import plain
+from expert_worker.residency import CopyFailed
 from forefetch.errors import BadRequest
 from forefetch.kernels.grouped_mlp import reference
+from forefetch.kernels.grouped_mlp.formats import blob_bytes
 from forefetch.placement import shard_of
 from forefetch.spec import ModelSpec
 from forefetch.weights import Checkpoint, load_expert
@@ -25,9 +29,16 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 
 def experts_of(
-    folder: Path, held: tuple[int, ...], slots: int = 10**6, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+    folder: Path,
+    held: tuple[int, ...],
+    slots: int = 10**6,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    **storage: Any,
 ) -> Experts:
-    return Experts(ModelSpec.load(folder), Checkpoint(folder), held, device=device, dtype=dtype, slots=slots)
+    spec = ModelSpec.load(folder)
+    everywhere = dict.fromkeys(spec.moe_layers, held)
+    return Experts(spec, Checkpoint(folder), everywhere, Storage(slots, **storage), device=device, dtype=dtype)
 
 
 def a_call(
@@ -59,7 +70,8 @@ def test_shards_add_up_to_the_model_and_read_only_their_own(name: str, shards: i
     total = torch.zeros_like(call.x)
     for held in shard_of(spec.num_experts, shards):
         files = Checkpoint(folder)
-        experts = Experts(spec, files, held, device=CPU, dtype=torch.float32, slots=10**6)
+        everywhere = dict.fromkeys(spec.moe_layers, held)
+        experts = Experts(spec, files, everywhere, Storage(10**6), device=CPU, dtype=torch.float32)
         keep = torch.isin(call.pair_expert, torch.tensor(held))
         part = LayerCall(1, layer, call.x, call.pair_row[keep], call.pair_expert[keep], call.pair_weight[keep])
         total += forward(experts, part)
@@ -79,8 +91,7 @@ def test_answers_do_not_depend_on_slots_to_the_bit(device: str, slots: int, dtyp
     held = tuple(range(1, spec.num_experts))
     where = torch.device(device)
     resident, few = (experts_of(folder, held, count, dtype, where) for count in (10**6, slots))
-    few.weights.w13.fill_(torch.nan)  # what a slot held before must not matter
-    few.weights.w2.fill_(torch.nan)
+    few.pool.memory.fill_(255)  # NaN in every type: what a slot held before must not matter
     for seed in range(12):
         layer = spec.moe_layers[seed * 7 % len(spec.moe_layers)]
         call = a_call(spec, held, layer, rows=(1, 5, 40)[seed % 3], seed=seed, dtype=dtype)
@@ -88,27 +99,29 @@ def test_answers_do_not_depend_on_slots_to_the_bit(device: str, slots: int, dtyp
         assert not expected.isnan().any()
         assert torch.equal(forward(few, call), expected)
         assert torch.equal(forward(few, call), expected)
-    assert few.slots is not None
-    assert few.slots.misses > 0
+    assert few.residency is not None
+    assert few.residency.copied.bytes > 0
     assert (few.load == 2 * resident.load).all()
 
 
-def test_a_failed_copy_is_repeated_by_the_next_call(checkpoint: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_fails_its_call_and_the_next_one_tries_again(checkpoint: Folder) -> None:
     folder = checkpoint("qwen3")
     spec = ModelSpec.load(folder)
     held = tuple(range(spec.num_experts))
     call = a_call(spec, held, spec.moe_layers[0], 6, seed=3)
     few = experts_of(folder, held, 4)
-    few.weights.w13.fill_(torch.nan)
-
-    def fail(slot: int, w13: Tensor, w2: Tensor) -> None:
-        raise OSError("copy failed")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(few, "_fill", fail)
-        with pytest.raises(OSError, match="copy failed"):
-            forward(few, call)
+    few.pool.memory.fill_(255)
+    assert few.residency is not None
+    right, few.residency.start_copy = few.residency.start_copy, broken
+    with pytest.raises(CopyFailed, match="could not be copied"):
+        forward(few, call)
+    assert few.resident(call.layer) == []
+    few.residency.start_copy = right
     assert torch.equal(forward(few, call), forward(experts_of(folder, held), call))
+
+
+def broken(slot: int, number: int) -> Callable[[], None]:
+    raise OSError("copy failed")
 
 
 def test_what_makes_no_sense_is_refused_by_name(checkpoint: Folder) -> None:
@@ -146,7 +159,7 @@ def test_settings_make_a_core(checkpoint: Folder) -> None:
     assert core.info.dtype == torch.float32
     total = len(held) * len(spec.moe_layers)
     assert seen == [(i + 1, total) for i in range(total)]
-    one = 3 * spec.hidden_size * spec.expert_width * 4
+    one = blob_bytes(spec.hidden_size, spec.expert_width, plain(torch.float32))
     assert core.experts.weight_bytes == (total + total // 2) * one
 
 

@@ -23,6 +23,7 @@ from worker_calls import WIRED, Model
 from expert_worker import client, hinting, server
 from expert_worker.core import Core, WorkerInfo
 from expert_worker.links import GrpcLink
+from expert_worker.residency import Copied
 from forefetch import rpc, shm, wire
 from forefetch.errors import BadRequest, ForefetchError, Mismatch, Unavailable
 from forefetch.hints import ExpertHint
@@ -166,6 +167,7 @@ def refusals(link: client.Link, model: Model) -> None:
         ({"hidden": 32}, "the router's 32 x"),
         ({"dtype": torch.bfloat16}, "torch.bfloat16"),
         ({"max_rows": 257}, "--max-rows"),
+        ({"experts": "int8"}, "experts are stored, the router expects int8"),
     ],
 )
 def test_a_worker_that_does_not_fit_is_refused(changes: dict[str, Any], message: str, model: Model, worker: Process) -> None:
@@ -339,12 +341,13 @@ class Nothing:
 
     load = torch.zeros(1, 1, dtype=torch.int64).numpy()
     weight_bytes = 0
+    copied = Copied()
 
-    def forward(self, call: LayerCall, out: torch.Tensor) -> tuple[int, Verified]:
+    def forward(self, call: LayerCall, out: torch.Tensor, source: str) -> tuple[int, Verified]:
         out.zero_()
         return 0, Verified()
 
-    def hint(self, hint: ExpertHint) -> bool:
+    def hint(self, hint: ExpertHint, source: str) -> bool:
         return True
 
     def resident(self, layer: int) -> list[int]:

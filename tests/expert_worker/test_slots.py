@@ -1,96 +1,171 @@
 from __future__ import annotations
 
-from contextlib import closing
-
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expert_worker.slots import NOWHERE, Slots
+from expert_worker.slots import CROWD, NOWHERE, Slots, uses_of
+
+ONE = np.ones(1)
 
 
 def consistent(slots: Slots) -> None:
-    """No two experts in one slot, and both directions agree."""
+    """No two experts in one slot, both directions agree, and the counts are right."""
     held = {expert: slot for expert, slot in enumerate(slots.slot_of) if slot != NOWHERE}
     assert len(set(held.values())) == len(held)
     assert {int(e): s for s, e in enumerate(slots.expert_in) if e != NOWHERE} == held
+    assert sorted([*slots._free, *held.values()]) == list(range(slots.capacity))
+    assert slots._count.tolist() == [sum(slots.layer_of[e] == layer for e in held) for layer in range(slots.layers)]
 
 
-calls = st.lists(st.lists(st.integers(0, 19), min_size=1, max_size=20, unique=True), max_size=12)
+def use(slots: Slots, layer: int, *experts: int) -> None:
+    slots.used(layer, np.array(experts), np.ones(len(experts)))
+
+
+def bring(slots: Slots, *experts: int) -> list[int]:
+    """Places and fills; returns who had to go."""
+    before = {expert for expert in range(len(slots.slot_of)) if slots.slot_of[expert] != NOWHERE}
+    for expert in experts:
+        assert slots.place(expert, needed=True) != NOWHERE
+        slots.filled(expert)
+    return sorted(expert for expert in before if slots.slot_of[expert] == NOWHERE)
+
+
+operation = st.tuples(st.sampled_from(["use", "place", "need", "fill", "fail", "pin", "unpin", "predict"]), st.integers(0, 14))
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 20), calls, st.sets(st.integers(0, 19), max_size=3))
-def test_waves_name_each_expert_once_and_respect_pins(capacity: int, sequence: list[list[int]], pins: set[int]) -> None:
-    slots = Slots(capacity, 20)
-    pinned: dict[int, int] = {}
-    if len(pins) < capacity:
-        for wave in slots.waves(sorted(pins), 0):
-            pinned |= wave.slots
-        for expert in pins:
-            slots.pin(expert)
-    for now, experts in enumerate(sequence, start=1):
-        resident = {expert for expert in experts if slots.slot_of[expert] != NOWHERE}
-        seen: list[int] = []
-        loaded: list[int] = []
-        for wave in slots.waves(experts, now):
-            consistent(slots)
-            assert all(slots.slot_of[expert] == slot for expert, slot in wave.slots.items())
-            assert set(wave.loads) <= set(wave.slots)
-            assert all(slots.slot_of[expert] == slot for expert, slot in pinned.items())
-            seen += wave.slots
-            loaded += wave.loads
-        assert sorted(seen) == sorted(experts)
-        assert len(set(loaded)) == len(loaded)
-        assert set(loaded) == set(experts) - resident
-    assert not any(slots._pins[slot] for slot in range(capacity) if slot not in pinned.values())
+@given(st.integers(1, 15), st.integers(0, 3), st.lists(operation, max_size=80))
+def test_whatever_happens_the_table_is_sound_and_promises_hold(
+    capacity: int, floor: int, operations: list[tuple[str, int]]
+) -> None:
+    slots = Slots(capacity, [5, 4, 6], floor)
+    pins: list[int] = []
+    for what, expert in operations:
+        placed = slots.slot_of[expert] != NOWHERE
+        if what == "use":
+            slots.used(int(slots.layer_of[expert]), np.array([expert]), ONE)
+        elif what in ("place", "need") and not placed:
+            before = slots.expert_in.copy()
+            ready, predicted, counts = slots._ready.copy(), slots.predicted.copy(), slots._count.copy()
+            slot = slots.place(expert, needed=what == "need")
+            if slot != NOWHERE and before[slot] != NOWHERE:
+                gone = int(before[slot])
+                assert gone not in pins
+                assert ready[slot], "a copy under way was given up"
+                if what == "place":
+                    assert not predicted[gone]
+                    layer = slots.layer_of[gone]
+                    assert layer == slots.layer_of[expert] or counts[layer] > slots.floor
+            elif slot == NOWHERE:
+                assert (before == slots.expert_in).all()
+                assert what == "place" or all(not ready[s] or int(before[s]) in pins for s in range(capacity))
+        elif what == "fill" and placed:
+            slots.filled(expert, prefetched=True)
+        elif what == "fail" and placed and not slots.is_ready(expert):
+            slots.abandon(expert)
+            pins = [pinned for pinned in pins if pinned != expert]
+        elif what == "pin" and placed:
+            slots.pin([expert])
+            pins.append(expert)
+        elif what == "unpin" and expert in pins:
+            slots.unpin([expert])
+            pins.remove(expert)
+        elif what == "predict":
+            slots.predicted[expert] ^= True
+        consistent(slots)
+        assert all(slots.slot_of[pinned] != NOWHERE for pinned in pins)
 
 
-def run(slots: Slots, experts: list[int], now: int) -> list[tuple[list[int], list[int]]]:
-    return [(sorted(wave.slots), sorted(wave.loads)) for wave in slots.waves(experts, now)]
+def test_the_layer_just_passed_is_the_farthest() -> None:
+    slots = Slots(4, [4, 4])
+    bring(slots, 0, 1, 4, 5)
+    for _ in range(20):
+        use(slots, 0, 0, 1)
+        use(slots, 1, 4, 5)
+    use(slots, 0, 0, 1)
+    assert slots.layer_of[bring(slots, 6)].tolist() == [0], "layer 1 is next"
+    use(slots, 1, 5, 6)
+    assert slots.layer_of[bring(slots, 2)].tolist() == [1], "layer 0 is next"
 
 
-def test_what_is_resident_runs_first_and_is_not_evicted_by_the_same_wave() -> None:
-    slots = Slots(2, 4)
-    assert run(slots, [0, 1], 1) == [([0, 1], [0, 1])]
-    assert run(slots, [1, 2, 3], 2) == [([1, 2], [2]), ([3], [3])]
-    assert (slots.hits, slots.misses) == (1, 4)
+def test_what_is_used_often_outlives_what_was_used_last() -> None:
+    slots = Slots(3, [8])
+    bring(slots, 0, 1, 2)
+    for _ in range(200):
+        use(slots, 0, 0, 1)
+    for _ in range(3):
+        use(slots, 0, 0)
+    use(slots, 0, 2)
+    use(slots, 0, 3)
+    assert bring(slots, 3) == [2]
 
 
-def test_the_victim_is_the_least_used_for_its_age() -> None:
-    slots = Slots(3, 5)
-    for now in range(1, 6):
-        run(slots, [0], now)
-    run(slots, [1], 6)
-    run(slots, [2], 7)
-    run(slots, [3], 8)  # 0: 5 uses, 3 calls ago; 1: 1 use, 2 calls ago; 2: 1 use, last call
-    assert [expert for expert in range(5) if slots.slot_of[expert] != NOWHERE] == [0, 2, 3]
+def test_recent_use_counts_where_frequency_is_equal() -> None:
+    slots = Slots(2, [8])
+    bring(slots, 0, 1)
+    for _ in range(50):
+        use(slots, 0, 0)
+        use(slots, 0, 1)
+    use(slots, 0, 2)
+    assert bring(slots, 2) == [0]
 
 
-def test_a_failed_load_is_forgotten_and_unpinned() -> None:
-    slots = Slots(2, 4)
-    run(slots, [0], 1)
+def test_a_prompt_does_not_flush_what_decoding_uses() -> None:
+    experts, layers = 32, 4
+    slots = Slots(64, [experts] * layers, floor=4)
+    hot = {layer: [layer * experts + e for e in range(12)] for layer in range(layers)}
+    for _ in range(60):
+        for layer in range(layers):
+            use(slots, layer, *hot[layer])
+            bring(slots, *(expert for expert in hot[layer] if not slots.is_ready(expert)))
+    kept = {expert for each in hot.values() for expert in each if slots.is_ready(expert)}
+    assert len(kept) == 48
+    for layer in range(layers):  # 500 rows that need every expert, some of them much
+        counts = [30 if e % 5 else 200 for e in range(experts)]
+        numbers = np.arange(layer * experts, (layer + 1) * experts)
+        slots.used(layer, numbers, uses_of(counts, 500))
+        missing = [int(number) for number in numbers if not slots.is_ready(int(number))]
+        while missing:
+            bring(slots, *missing[: slots.window])
+            missing = missing[slots.window :]
+    lost = kept - {expert for expert in kept if slots.is_ready(expert)}
+    assert len(lost) <= slots.window
 
-    def fail() -> None:
-        with closing(slots.waves([0, 1], 2)) as waves:
-            for _ in waves:
-                raise OSError("copy failed")
 
-    with pytest.raises(OSError, match="copy"):
-        fail()
-    assert slots.slot_of[1] == NOWHERE
-    assert slots.slot_of[0] != NOWHERE
-    assert not slots._pins.any()
-    assert run(slots, [1, 2], 3) == [([1, 2], [1, 2])]
+def test_uses_say_what_a_few_rows_would_use() -> None:
+    assert uses_of([1, 3], 1).tolist() == [1.0, 1.0]
+    assert uses_of([1, CROWD], CROWD).tolist() == [1.0, 1.0]
+    assert uses_of([1, 100, 50], 400).tolist() == [CROWD / 400, 1.0, 1.0]
 
 
-def test_no_slot_at_all_and_all_pinned_are_said() -> None:
+def test_a_hint_evicts_only_for_something_better() -> None:
+    slots = Slots(2, [4, 4])
+    bring(slots, 0, 4)
+    for _ in range(50):
+        use(slots, 0, 0)
+        use(slots, 1, 4)
+    assert slots.place(5, unless=slots.calls_until(1, 0.3)) == NOWHERE, "0 and 4 are used every time"
+    for _ in range(200):
+        use(slots, 0, 1)
+        use(slots, 1, 4)
+    assert slots.place(5, unless=slots.calls_until(1, 0.01)) == NOWHERE
+    assert slots.place(5, unless=slots.calls_until(1, 0.9)) != NOWHERE
+    assert slots.slot_of[0] == NOWHERE
+
+
+def test_what_was_prefetched_in_vain_is_counted() -> None:
+    slots = Slots(1, [4])
+    slots.place(0)
+    slots.filled(0, prefetched=True)
+    slots.place(1, needed=True)
+    assert slots.wasted == 1
+    slots.filled(1)
+    slots.place(2, needed=True)
+    assert slots.wasted == 1
+
+
+def test_no_slot_at_all_is_said() -> None:
     with pytest.raises(ValueError, match="0 slots"):
-        Slots(0, 3)
-    slots = Slots(1, 3)
-    run(slots, [0], 1)
-    slots.pin(0)
-    with pytest.raises(RuntimeError, match="pinned"):
-        run(slots, [1], 2)
-    slots.unpin(0)
-    assert run(slots, [1], 3) == [([1], [1])]
+        Slots(0, [3])

@@ -1,0 +1,185 @@
+"""Which experts are in their slots and which are on their way: the policy under one lock, and the thread that copies.
+
+Calls (`visit.py`) demand, hints wish, the copier fulfils: what is demanded goes first, a copy under way is never given up. A
+copy that fails empties its slot, so it can never count as there; a call that needed it fails with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import NamedTuple
+
+import torch
+
+from expert_worker.prefetch import Key, Prefetcher
+from expert_worker.slots import NOWHERE, Slots
+from forefetch.errors import ForefetchError
+from forefetch.hints import ExpertHint
+
+log = logging.getLogger("forefetch.expert")
+
+Wait = Callable[[], None]
+StartCopy = Callable[[int, int], Wait]
+"""(slot, expert) -> what waits for the end. On a CPU the copy is over when it returns; on a GPU it was launched."""
+
+
+class CopyFailed(ForefetchError):
+    """An expert that a call needs could not be copied into fast memory."""
+
+
+class Copy(NamedTuple):
+    """A copy under way."""
+
+    expert: int
+    prefetched: bool
+    began_ns: int
+    wait: Wait
+
+
+@dataclass
+class Copied:
+    """Totals of copies."""
+
+    bytes: int = 0
+    ns: int = 0
+    failed: int = 0
+
+
+class Residency:
+    """The slots of one worker. Any thread may call; some methods say that `changed` must be held."""
+
+    def __init__(self, slots: Slots, start_copy: StartCopy, *, expert_bytes: int, copy_ns: float, depth: int) -> None:
+        """copy_ns: time of one copy, to begin with. depth: copies that may be under way at once; 1: calls help copying."""
+        self.slots, self.prefetcher = slots, Prefetcher(slots, copy_ns)
+        self.start_copy, self.expert_bytes, self.depth = start_copy, expert_bytes, depth
+        self.changed = threading.Condition()
+        self.demanded: deque[int] = deque()  # placed, not yet under way
+        self.errors: dict[int, Exception] = {}  # demanded, and failed
+        self.copied = Copied()
+        self.flying = 0  # copies that the copier has under way
+        self._last_ns = 0
+        self._told = (0, 0)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="copier", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the copier after the copy under way."""
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
+
+    def hint(self, key: Key, numbers: list[int], hint: ExpertHint) -> bool:
+        """Takes a hint about experts of these numbers; False when it is stale."""
+        with self.changed:
+            busy, now = len(self.demanded) + self.flying, perf_counter_ns()
+            taken = self.prefetcher.hint(key, numbers, hint.probabilities.tolist(), now, hint.window_ns, busy)
+            if taken:
+                self.changed.notify_all()
+            return taken
+
+    def since_last(self) -> tuple[int, int]:
+        """(wasted bytes, copied bytes) since the last time that this was asked."""
+        with self.changed:
+            now = self.slots.wasted * self.expert_bytes, self.copied.bytes
+            told, self._told = self._told, now
+        return now[0] - told[0], now[1] - told[1]
+
+    # ---- copying ----
+
+    def demand(self, expert: int) -> bool:
+        """With `changed` held: has a missing expert copied before anything wished. False when there is no slot for it."""
+        if self.slots.place(expert, needed=True) == NOWHERE:
+            return False
+        self.demanded.append(expert)
+        return True
+
+    def withdraw(self) -> None:
+        """With `changed` held: forgets what is demanded and not under way."""
+        while self.demanded:
+            self.slots.drop(self.demanded.pop())
+
+    def copy_demanded(self) -> bool:
+        """With `changed` held: makes one demanded copy in this thread, the lock released meanwhile. False if there is none."""
+        if not self.demanded or self.depth > 1:
+            return False
+        expert = self.demanded.popleft()
+        self.changed.release()
+        try:
+            copy, error = self._start(expert, False)
+        finally:
+            self.changed.acquire()
+        self._ended(copy, error)
+        return True
+
+    def _start(self, expert: int, prefetched: bool) -> tuple[Copy, Exception | None]:
+        began = perf_counter_ns()
+        try:
+            return Copy(expert, prefetched, began, self.start_copy(self.slots.slot_of[expert], expert)), None
+        except Exception as error:
+            return Copy(expert, prefetched, began, _nothing), error
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        flying: deque[Copy] = deque()
+        while True:
+            with self.changed:
+                while (job := self._next()) is None and not flying and not self._closed:
+                    self.changed.wait()
+                if self._closed:
+                    return
+            if job is not None:
+                copy, error = self._start(*job)
+                if error is None:
+                    flying.append(copy)
+                else:
+                    self._finish(copy, error)
+            if flying and (job is None or len(flying) >= self.depth):
+                self._finish(flying.popleft(), None)
+
+    def _finish(self, copy: Copy, error: Exception | None) -> None:
+        try:
+            copy.wait()
+        except Exception as failed:
+            error = failed
+        with self.changed:
+            self.flying -= 1
+            self._ended(copy, error)
+            self.changed.notify_all()
+
+    def _next(self) -> tuple[int, bool] | None:
+        """(expert, prefetched) to copy now; it has a slot."""
+        if self.demanded:
+            self.flying += 1
+            return self.demanded.popleft(), False
+        while (wish := self.prefetcher.next(perf_counter_ns())) is not None:
+            until = self.slots.calls_until(wish.layer, wish.probability)
+            if self.slots.place(wish.expert, unless=until) != NOWHERE:
+                self.flying += 1
+                return wish.expert, True
+        return None
+
+    def _ended(self, copy: Copy, error: Exception | None) -> None:
+        now = perf_counter_ns()
+        began = max(copy.began_ns, self._last_ns) if self.depth > 1 else copy.began_ns  # on a GPU one waits for the other
+        spent, self._last_ns = now - began, now
+        self.copied.ns += spent
+        if error is None:
+            self.copied.bytes += self.expert_bytes
+            self.prefetcher.copied(spent)
+            self.slots.filled(copy.expert, copy.prefetched)
+            return
+        self.copied.failed += 1
+        log.error("an expert could not be copied into its slot: %r", error)
+        if not copy.prefetched:
+            self.errors[copy.expert] = error
+        self.slots.abandon(copy.expert)
+
+
+def _nothing() -> None:
+    pass
