@@ -24,7 +24,7 @@ SERVICES: dict[str, type[Config]] = {"router": RouterConfig, "expert": ExpertCon
 CHART_OWN = frozenset(
     {
         *("listen", "metrics_listen", "health_listen", "otlp_endpoint", "trace_ratio", "drain_s", "allow_plaintext"),
-        *("tls_cert", "tls_key", "tls_ca", "model", "workers", "kv", "shard", "shards"),
+        *("tls_cert", "tls_key", "tls_ca", "model", "workers", "kv", "shard", "shards", "dir", "disk_gb", "allow_anonymous"),
     }
 )
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
@@ -101,7 +101,7 @@ def schema() -> dict[str, Any]:
             service=strict(type=one_of("ClusterIP", "NodePort", "LoadBalancer"), port=whole(1, 65535), annotations=MAP),
         ),
         expert=pods("expert", mode=one_of("pods", "sidecars", "local"), shards=whole(1, 64), replicas=whole(1), gpus=whole(0)),
-        kv=pods("kv", enabled=FLAG, replicas=whole(1)),
+        kv=pods("kv", enabled=FLAG, replicas=whole(1), storage=strict(sizeGiB=whole(0), storageClass=TEXT)),
         scheduling=strict(nodeSelector=MAP, tolerations=OBJECTS, runtimeClassName=TEXT, priorityClassName=TEXT, spread=TEXT),
         shmSizeLimit={"type": "string", "pattern": "^[0-9]+(Mi|Gi)$"},
         tls=strict(existingSecret=TEXT, allowPlaintext=FLAG),

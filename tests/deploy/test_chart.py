@@ -138,14 +138,34 @@ def test_sidecars_share_memory_with_the_router_and_outlive_it() -> None:
     assert sum(container["resources"]["limits"]["nvidia.com/gpu"] for container in (router, *sidecars)) == 8
 
 
+def test_blocks_outlive_a_pod_where_there_is_a_volume() -> None:
+    objects = manifests({"kv": {"storage": {"sizeGiB": 100, "storageClass": "fast"}}})
+    config = dict(configs(objects))["kv_service"]
+    spec = dict(pods(objects))["demo-forefetch-kv"]
+    data = next(mount for mount in spec["containers"][0]["volumeMounts"] if mount["name"] == "data")
+    assert config.dir.startswith(data["mountPath"])
+    assert config.disk_gb * 1.25 < 100, "the file may take a quarter more"
+    claim = next(
+        thing["spec"] for thing in objects if thing["kind"] == "StatefulSet" and thing["metadata"]["name"].endswith("-kv")
+    )
+    assert claim["volumeClaimTemplates"][0]["spec"]["storageClassName"] == "fast"
+    memory = dict(configs(manifests(values_of("cpu-trial"))))["kv_service"]
+    assert memory.dir == ""
+
+
 def test_every_name_that_is_referred_to_exists(objects: list[Manifest]) -> None:
     names = {(thing["kind"], thing["metadata"]["name"]) for thing in objects}
     assert len(names) == len(objects)
     for container in containers(objects):
         for source in container.get("envFrom", ()):
             assert ("ConfigMap", source["configMapRef"]["name"]) in names
-    for _, spec in pods(objects):
-        volumes = {volume["name"] for volume in spec["volumes"]}
+    claims = {
+        thing["metadata"]["name"]: {claim["metadata"]["name"] for claim in thing["spec"].get("volumeClaimTemplates", ())}
+        for thing in objects
+        if thing["kind"] == "StatefulSet"
+    }
+    for name, spec in pods(objects):
+        volumes = {volume["name"] for volume in spec["volumes"]} | claims.get(name, set())
         for container in (*spec.get("initContainers", ()), *spec["containers"]):
             assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
     labels = [thing["spec"]["template"]["metadata"]["labels"] for thing in objects if "template" in thing.get("spec", {})]
