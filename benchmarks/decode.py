@@ -25,9 +25,9 @@ from expert_worker.client import resident
 from forefetch.spec import ModelSpec
 from forefetch.synthetic import open_model, synthetic_config
 from router_service.admission import Admitted, SamplingParams
-from router_service.batch import StepBuffers
 from router_service.cache import KvCache
 from router_service.captured import CapturedTrunk
+from router_service.layouts import LayoutBuffers
 from router_service.pages import PagePool
 from router_service.sampling import sample
 from router_service.scheduler import Chunk, Plan, Request
@@ -72,16 +72,17 @@ class Rig:
 
     def captured(self, batch: int) -> CapturedTrunk:
         """Recorded for `batch` rows."""
-        buffers = StepBuffers(
-            max_tokens=max(512, batch + 1),
+        pages = -(-(self.context + PAGE) // PAGE)
+        buffers = LayoutBuffers(
+            max_tokens=batch,
             max_batch=batch,
-            max_pages=-(-(self.context + PAGE) // PAGE),
+            max_pages=pages,
             page_size=PAGE,
             device=torch.device("cuda"),
             buckets=(batch,),
-            paged=True,
+            chunk_rows=(),
         )
-        trunk = CapturedTrunk(self.trunk, self.resident, buffers, (batch,))
+        trunk = CapturedTrunk(self.trunk, self.resident, buffers)
         trunk.warm_up()
         self.buffers = buffers
         return trunk
@@ -101,6 +102,21 @@ def steps(rig: Rig, batch: int, context: int, count: int) -> Iterator[float]:
             if request.computed + 1 < context + PAGE:
                 request.tokens.append(token)
                 request.computed += 1
+
+
+def profile(rig: Rig, batch: int, context: int, top: int = 16) -> None:
+    """Prints the kernels of a replayed step by their time, microseconds per step."""
+    times = steps(rig, batch, context, 24)
+    for _ in range(8):
+        next(times)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(8):
+            next(times)
+    kernels = sorted(seen.key_averages(), key=lambda kernel: -kernel.device_time_total)
+    total, launches = (sum(values) / 8 for values in zip(*((k.device_time_total, k.count) for k in kernels), strict=True))
+    print(f"  {total:9.0f} us in kernels, {launches:.0f} launches")
+    for kernel in kernels[:top]:
+        print(f"  {kernel.device_time_total / 8:9.0f} us {kernel.count / 8:6.0f} x {kernel.key[:90]}")
 
 
 def bandwidth() -> float:
@@ -166,6 +182,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--peer", action="store_true", help="time transformers too")
+    parser.add_argument("--profile", action="store_true", help="print each step's kernels")
     parser.add_argument("--write", action="store_true", help="append to results.csv")
     arguments = parser.parse_args()
     batches = [int(part) for part in arguments.batch.split(",")]
@@ -177,6 +194,8 @@ def main() -> None:
         p50, p99 = (times[int(share * (len(times) - 1))] * 1e3 for share in (0.5, 0.99))
         limit = step_bytes(rig, batch, arguments.context) / speed * 1e3
         print(f"batch {batch:3} context {arguments.context}: p50 {p50:.2f} ms, p99 {p99:.2f} ms, bytes allow {limit:.2f} ms")
+        if arguments.profile:
+            profile(rig, batch, arguments.context)
         case = f"{arguments.model} {arguments.experts} experts, bfloat16 KV, batch {batch}, context {arguments.context}"
         rows += [Row("decode", case, name, value, "ms") for name, value in (("p50", p50), ("p99", p99), ("byte limit", limit))]
     spec = rig.spec

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from forefetch.kernels.attention import PagedPlan
+from forefetch.kernels.attention import ChunkPlan, PagedPlan
 from router_service.pages import SCRATCH
 from router_service.scheduler import Plan
 
@@ -44,6 +44,13 @@ class StepBatch:
     logit_rows: torch.Tensor  # [S] int64: rows that choose a token
     trace: bytes = b""  # span context of a sampled step, as frames carry it
     paged: PagedPlan | None = None  # the decode rows' pages and lengths on the device, for kernels that read them there
+    chunked: ChunkPlan | None = None  # the same for prompt rows; decode rows are padded then, and prompt rows come behind
+    picks: torch.Tensor | None = None  # [S] which of `logit_rows` choose a token, if not all of them do
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """Decode rows and prompt rows, padding included."""
+        return self.decodes, len(self.token_ids) - self.decodes
 
 
 class StepBuffers:
@@ -97,16 +104,8 @@ class StepBuffers:
         if len(self._paged):
             lengths = batch.lengths if prefills else [*batch.lengths, *[0] * (padded - at)]
             batch = replace(batch, paged=self._page_plan(lengths, batch.page_table))
+            batch = batch if prefills else replace(batch, decodes=padded)
         return replace(batch, trace=trace) if trace else batch
-
-    def idle(self, rows: int) -> StepBatch:
-        """A step of `rows` decode rows that does nothing: what a graph is captured with. `rows` at most max_batch."""
-        host = self._rows_host
-        host[:, :rows] = 0
-        host[2, :rows] = SCRATCH * self.page_size
-        host[3, :rows] = torch.arange(rows)
-        batch = self._batch(0, Plan((), ()), 0, rows, (), rows)
-        return replace(batch, decodes=rows, paged=self._page_plan([0] * rows, self._table[:0]))
 
     def _page_plan(self, lengths: list[int], table: torch.Tensor) -> PagedPlan:
         """lengths [b] and the pages [n <= b, w] of the first rows -> both on the device, at addresses that never change."""

@@ -24,6 +24,7 @@ from router_service.cost import FetchCost
 from router_service.dispatch import Dispatch
 from router_service.handover import Handover
 from router_service.kv import KvSide
+from router_service.layouts import LayoutBuffers
 from router_service.naming import Naming
 from router_service.pages import PagePool
 from router_service.prefix import Prefix
@@ -31,6 +32,9 @@ from router_service.replicas import Replicas
 from router_service.scheduler import Scheduler
 from router_service.trunk import Model, Trunk
 from router_service.workers import Workers
+
+PROMPT_ROWS = (64, 256)
+"""Prompt rows that recorded steps are padded to, besides --max-step-tokens."""
 
 
 @dataclass(frozen=True)
@@ -112,26 +116,22 @@ def trunk(config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, sizes: 
 def captured(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterConfig) -> Model:
     """The trunk, its decode steps recorded if they can be: experts in this process, all on the trunk's GPU."""
     experts = expert.resident_of(workers.rows[0].link) if len(workers.rows) == 1 else None
-    if experts is None or config.graphs == "off" or not buffers.buckets:
+    if experts is None or not isinstance(buffers, LayoutBuffers):
         return trunk
-    buckets = [rows for rows in buffers.buckets if rows <= buffers.max_batch]
-    recorded = CapturedTrunk(trunk, experts, buffers, buckets)
+    recorded = CapturedTrunk(trunk, experts, buffers)
     with rpc.loading("decode steps") as on_progress:
         recorded.warm_up(on_progress)
     return recorded
 
 
 def buffers(config: RouterConfig, sizes: Sizes, placement: Placement) -> StepBuffers:
-    """Static step buffers."""
-    return StepBuffers(
-        max_tokens=config.max_step_tokens,
-        max_batch=config.max_batch,
-        max_pages=sizes.max_pages,
-        page_size=config.page_size,
-        device=placement.device,
-        buckets=config.buckets(placement.device.type),
-        paged=placement.device.type == "cuda",
-    )
+    """Static step buffers; in fixed layouts where steps may be recorded."""
+    device, buckets = placement.device, config.buckets(placement.device.type)
+    shape = {"max_tokens": config.max_step_tokens, "max_batch": config.max_batch, "max_pages": sizes.max_pages}
+    if device.type == "cuda" and buckets and config.graphs == "auto" and not config.addresses():
+        prompts = sorted({min(rows, config.max_step_tokens) for rows in (*PROMPT_ROWS, config.max_step_tokens)})
+        return LayoutBuffers(**shape, page_size=config.page_size, device=device, buckets=buckets, chunk_rows=prompts)
+    return StepBuffers(**shape, page_size=config.page_size, device=device, buckets=buckets, paged=device.type == "cuda")
 
 
 def kv(

@@ -85,11 +85,15 @@ class DenseStep:
     def decode(
         self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: HeadNorms | None
     ) -> torch.Tensor:
-        """The QKV product's rows [T, (Hq + 2 Hkv) D] of a step that only decodes -> [T, Hq, D], without the host."""
+        """The QKV product's rows [T, (Hq + 2 Hkv) D] of a step in a fixed layout -> [T, Hq, D], without the host."""
         assert isinstance(self.plan, attention.PagedPlan)
         keys, values = self.cache.k[layer], self.cache.v[layer]
         q = enter(qkv, cos, sin, norms, self.batch.slots, keys.flatten(1, 2), values.flatten(1, 2))
-        return attention.decode_paged(q, keys, values, self.plan, self.scale)
+        if self.batch.chunked is None:
+            return attention.decode_paged(q, keys, values, self.plan, self.scale)
+        decoding, prompt = q.split_with_sizes(self.batch.layout)
+        seen = attention.decode_paged(decoding, keys, values, self.plan, self.scale)
+        return torch.cat((seen, attention.prefill_chunks(prompt, keys, values, self.batch.chunked, self.scale)))
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [T, Hq, D], k, v [T, Hkv, D] -> [T, Hq, D]. All rows are written first, so that a chunk sees itself."""

@@ -2,13 +2,13 @@
 
 A step of thousands of small kernels costs more to launch than to run. Where the experts are evaluated on the trunk's own
 device without the host (`Resident`), a decode step depends on nothing but the bytes of the step's buffers, which keep their
-addresses; so `Decoder.forward` is recorded once for each bucket of rows and replayed afterwards. Steps with prompt chunks run
+addresses; so `Decoder.forward` is recorded once for each layout of rows and replayed afterwards. Steps that fit no layout run
 through the trunk as it is written, with the same experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from forefetch.kernels.clock import stamp
 from forefetch.telemetry.ring import StepStamps
-from router_service.batch import StepBatch, StepBuffers
+from router_service.batch import StepBatch
 from router_service.decoder import PARTS, Decoder, Resident
+from router_service.layouts import LayoutBuffers
 from router_service.trunk import Experts, Observer, Trunk
 
 Replay = Callable[[], None]
@@ -46,30 +47,29 @@ class DeviceExperts:
 
 
 class CapturedTrunk:
-    """Stands in for a Trunk. `buckets`: ascending row counts of decode steps that are recorded at `warm_up`.
+    """Stands in for a Trunk; `warm_up` records every layout of the buffers.
 
-    Each bucket is recorded twice, the second time with the device's clock read between the parts of a layer. A sampled step
+    Each layout is recorded twice, the second time with the device's clock read between the parts of a layer. A sampled step
     and every MARK_EVERY-th replays that one; the parts of other steps are the last ones scaled to their own time.
     """
 
-    def __init__(
-        self, trunk: Trunk, experts: Resident, buffers: StepBuffers, buckets: Sequence[int], recorder: Recorder | None = None
-    ) -> None:
+    def __init__(self, trunk: Trunk, experts: Resident, buffers: LayoutBuffers, recorder: Recorder | None = None) -> None:
         self.trunk, self.cache = trunk, trunk.cache
         self._decoder, self._experts = Decoder(trunk, experts), DeviceExperts(experts)
-        self._buffers, self._buckets = buffers, buckets
+        self._buffers = buffers
         self._record = recorder or CudaRecorder(trunk.embedding.device)
-        self._steps: dict[tuple[int, bool], tuple[Replay, list[Tensor]]] = {}
+        self._steps: dict[tuple[int, int, bool], tuple[Replay, list[Tensor]]] = {}
         self._clock = LayerClock(trunk.spec.layers, trunk.embedding.device)
         self._replayed = self._marked = False  # what the last forward was
 
     def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Records every bucket, the largest first, so that smaller ones fit the memory that it took."""
-        for done, rows in enumerate(sorted(self._buckets, reverse=True)):
-            batch = self._buffers.idle(rows)
+        """Records every layout, the largest first, so that smaller ones fit the memory that it took."""
+        layouts = list(self._buffers.layouts())
+        for done, layout in enumerate(layouts):
+            batch = self._buffers.idle(*layout)
             for marked in (False, True):
-                self._steps[rows, marked] = self._recorded(batch, marked)
-            on_progress(done + 1, len(self._buckets))
+                self._steps[*layout, marked] = self._recorded(batch, marked)
+            on_progress(done + 1, len(layouts))
 
     def _recorded(self, batch: StepBatch, marked: bool) -> tuple[Replay, list[Tensor]]:
         logits: list[Tensor] = []
@@ -80,15 +80,16 @@ class CapturedTrunk:
         return self._record(step), logits
 
     def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None = None) -> Tensor:
-        """As Trunk.forward. A decode step's logits are valid until the next one. `experts` is not used: these are resident."""
+        """As Trunk.forward. Logits are valid until the next one. `experts` is not used: these are resident."""
         self._marked = bool(batch.trace) or batch.step % MARK_EVERY == 0
-        found = None if batch.prefills or observer is not None else self._steps.get((len(batch.token_ids), self._marked))
+        fits = batch.paged is not None and (batch.chunked is not None or not batch.prefills) and observer is None
+        found = self._steps.get((*batch.layout, self._marked)) if fits else None
         self._replayed = found is not None
         if found is None:
             return self.trunk.forward(batch, self._experts, stamps, observer)
         replay, logits = found
         replay()
-        return logits[0][: batch.tokens]
+        return logits[0][: batch.tokens] if batch.picks is None else logits[0][batch.picks]
 
     def timed(self, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
         """See Model."""

@@ -2,7 +2,7 @@
 
 The same layers, weights and cache as `trunk.py`, which is the plain form and the one to read first; tests hold the two
 together. Here a residual and the norm behind it are one operation, and so is everything between the QKV product and
-attention, so that a layer is a dozen launches. Only decode rows come here, and no layer asks the host for anything.
+attention, so that a layer is a dozen launches. Steps come in fixed layouts, and no layer asks the host for anything.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, mark: Mark = lambda layer, part: None) -> Tensor:
-        """Rows of a step without prompts -> float32 logits [T, V] of all of them, idle ones included."""
+        """Rows of a step in a fixed layout -> float32 logits [S, V] of its `logit_rows`, idle ones included."""
         spec, trunk = self.spec, self.trunk
         assert batch.paged is not None
         attention = self.trunk.cache.step(batch, trunk.dtype, spec.attention_scale)
@@ -68,8 +68,8 @@ class Decoder:
             y = self._mlp(index, layer, h, mark)
             x, h = add_rms_norm(x, y, following[index], spec.rms_eps, spec.residual_multiplier)
             mark(index, 4)
-        self.experts.settle(batch.paged.lengths[:, None] == 0)
-        logits = linear(h, trunk.head).float()
+        self.experts.settle(batch.slots[:, None] < trunk.cache.page_size)  # padding is written to the scratch page, page 0
+        logits = linear(h if batch.chunked is None else h[batch.logit_rows], trunk.head).float()
         return logits / spec.logits_divisor if spec.logits_divisor != 1.0 else logits
 
     def _shaped(self, layer: Layer, qkv: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Attention(Protocol):
     def decode(
         self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: HeadNorms | None
     ) -> torch.Tensor:
-        """The same for a step that only decodes, from the product's rows [T, (Hq + 2 Hkv) D] on; never waits for the host."""
+        """The same for a step in a fixed layout, from the product's rows [T, (Hq + 2 Hkv) D] on; never waits for the host."""
 
 
 class Cache(Protocol):

@@ -42,7 +42,7 @@ KERNELS_MAY = ("torch", "triton", "forefetch.kernels")
 ROOMS: dict[str, tuple[str, ...]] = {
     "edge": ("__main__", "server", "client", "links", "hinting", "build", "status"),
     "device": (
-        *("engine", "trunk", "decoder", "captured", "batch", "cache", "rope", "dispatch", "workers", "sampling"),
+        *("engine", "trunk", "decoder", "captured", "layouts", "batch", "cache", "rope", "dispatch", "workers", "sampling"),
         *("text", "detokenise", "answer", "recorder", "core", "experts", "packed", "lookahead"),
         *("disk", "vault", "session_log", "session_rows", "operators"),
         *("kv", "handover", "lane", "replicas", "prefix", "naming"),

@@ -13,8 +13,8 @@ from trunk_rig import PAGE, Rig, close
 from forefetch.kernels.gate import choose
 from forefetch.spec import ModelSpec
 from forefetch.weights import Checkpoint, load_expert
-from router_service.batch import StepBuffers
 from router_service.captured import CapturedTrunk, Recorder, Replay
+from router_service.layouts import LayoutBuffers
 
 
 class PlainResident:
@@ -50,11 +50,10 @@ class CapturedRig(Rig):
     def __init__(self, folder: Path, recorder: Recorder | None, on: str = "cpu") -> None:
         super().__init__(folder, on=on)
         device = torch.device(on)
-        self.buffers = StepBuffers(
-            max_tokens=64, max_batch=8, max_pages=16, page_size=PAGE, device=device, buckets=(1, 4, 8), paged=True
-        )
+        sizes = {"max_tokens": 64, "max_batch": 8, "max_pages": 16, "page_size": PAGE}
+        self.buffers = LayoutBuffers(**sizes, device=device, buckets=(1, 4, 8), chunk_rows=(4, 64))
         experts = PlainResident(self.spec, Checkpoint(folder), device)
-        self.trunk = CapturedTrunk(self.trunk, experts, self.buffers, (1, 4, 8), recorder)  # type: ignore[assignment]
+        self.trunk = CapturedTrunk(self.trunk, experts, self.buffers, recorder)  # type: ignore[assignment]
         self.trunk.warm_up()  # type: ignore[attr-defined]
 
 
@@ -79,7 +78,8 @@ def follows_the_oracle(rig: Rig, case: str, oracle: Oracle) -> None:
     prompt, count = CASES[case].prompt, 6
     prompts = [prompt, prompt[:7], prompt[: PAGE * 2]]
     requests = [rig.add(p, max_tokens=count + n) for n, p in enumerate(prompts)]
-    rig.run()
+    while rig.step() is not None:
+        assert rig.trunk._replayed  # type: ignore[attr-defined]  # prompts, mixtures and decode steps alike
     for n, (p, request) in enumerate(zip(prompts, requests, strict=True)):
         assert request.tokens[len(p) :] == oracle.greedy(p, count + n)
 
@@ -101,7 +101,7 @@ def test_graphs_on_a_gpu(case: str, checkpoint: Callable[[str], Path], oracle: C
 def test_idle_rows_change_nothing(checkpoint: Callable[[str], Path], oracle: Callable[[str], Oracle]) -> None:
     """One request in a bucket of four: the logits are those of the prompt's end."""
     rig = CapturedRig(checkpoint("qwen3"), Spy())
-    rig.buffers.buckets = (4, 8, 64)
+    rig.buffers.decode_rows = rig.buffers.buckets = (4, 8)  # type: ignore[attr-defined]
     prompt = CASES["qwen3"].prompt
     rig.add(prompt[:-1], max_tokens=2)
     rig.step()

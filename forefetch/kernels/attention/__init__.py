@@ -12,10 +12,22 @@ from __future__ import annotations
 from torch import Tensor
 
 from forefetch.kernels.attention import cpu
+from forefetch.kernels.attention.chunks import ChunkPlan, fill_blocks, prefill_chunks
 from forefetch.kernels.attention.cpu import DecodePlan, plan_decode, prefill
 from forefetch.kernels.attention.paged import PagedPlan, decode_paged
 
-__all__ = ["DecodePlan", "PagedPlan", "decode", "decode_paged", "decode_planned", "plan_decode", "prefill"]
+__all__ = [
+    "ChunkPlan",
+    "DecodePlan",
+    "PagedPlan",
+    "decode",
+    "decode_paged",
+    "decode_planned",
+    "fill_blocks",
+    "plan_decode",
+    "prefill",
+    "prefill_chunks",
+]
 
 
 def decode(q: Tensor, k_pool: Tensor, v_pool: Tensor, page_table: Tensor, lengths: list[int], scale: float) -> Tensor:

@@ -61,7 +61,7 @@ def decode_paged(
     _check(q, k_pool, v_pool, page_table, lengths, out, scratch)
     rows, heads, dim = q.shape
     kv_heads, _, page, _ = k_pool.shape
-    splits, padded = scratch.partial.shape[2], triton.next_power_of_2(dim)
+    splits, padded = scratch.partial.shape[2], max(16, triton.next_power_of_2(dim))
     group = heads // kv_heads
     _split[(splits, kv_heads, rows)](
         *(q, k_pool, v_pool, page_table, lengths, scratch.partial, scratch.stats, scale * math.log2(math.e)),

@@ -26,7 +26,7 @@ def prefill_chunks(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ChunkPlan, s
     _chunks[(len(plan.blocks), heads)](
         *(q, k_pool, v_pool, out, plan.blocks, plan.tables, scale * math.log2(math.e)),
         *(q.stride(0), q.stride(1), out.stride(0), out.stride(1), *k_pool.stride()[:3], plan.tables.shape[1]),
-        *(heads // kv_heads, dim, triton.next_power_of_2(dim), page, BLOCK, 32 if small else 64),
+        *(heads // kv_heads, dim, max(16, triton.next_power_of_2(dim)), page, BLOCK, 32 if small else 64),
         num_warps=4,
         num_stages=2,
     )

@@ -1,0 +1,110 @@
+"""Steps in few fixed layouts, so that each can be recorded once: decode rows and then prompt rows, each padded to a bucket.
+
+Where a row's keys lie is read on the device, from tables at addresses that never change. Plans that fit no layout (too many
+chunks, too many rows) are filled as any step is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from forefetch.kernels.attention import ChunkPlan, fill_blocks
+from forefetch.kernels.attention.chunks import BLOCK
+from router_service.batch import PrefillRows, StepBatch, StepBuffers
+from router_service.pages import SCRATCH
+from router_service.scheduler import Plan
+
+CHUNKS = 8  # prompts that a recorded step may work on
+
+
+class LayoutBuffers(StepBuffers):
+    """StepBuffers whose steps have one of `layouts`. `chunk_rows`: ascending numbers of prompt rows that are padded to."""
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        max_batch: int,
+        max_pages: int,
+        page_size: int,
+        device: torch.device,
+        buckets: Sequence[int],
+        chunk_rows: Sequence[int],
+    ) -> None:
+        """`buckets` are those of decode rows; more than max_batch rows are not recorded."""
+        sizes = {"max_batch": max_batch, "max_pages": max_pages, "page_size": page_size}
+        room = max_tokens + max(buckets)
+        super().__init__(max_tokens=room, **sizes, device=device, buckets=buckets, paged=True)
+        self.decode_rows = tuple(rows for rows in self.buckets if rows <= self.max_batch)
+        self.chunk_rows = tuple(chunk_rows)
+        pinned = device.type == "cuda"
+        self._most_blocks = max(chunk_rows, default=0) // BLOCK + CHUNKS
+        size = 4 * self._most_blocks + CHUNKS * max_pages
+        self._chunks_host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self._chunks = self._chunks_host if not pinned else torch.zeros_like(self._chunks_host, device=device)
+
+    def layouts(self) -> Iterator[tuple[int, int]]:
+        """(decode rows, prompt rows), those that take most memory first."""
+        for prompt in (*reversed(self.chunk_rows), 0):
+            for decodes in reversed(self.decode_rows):
+                yield decodes, prompt
+
+    def fill(self, step: int, plan: Plan, trace: bytes = b"") -> StepBatch:
+        """The plan as tensors, valid until the next fill."""
+        count = sum(chunk.count for chunk in plan.prefills)
+        prompt = next((rows for rows in self.chunk_rows if rows >= count), 0)
+        decodes = next((rows for rows in self.decode_rows if rows >= len(plan.decodes)), 0)
+        if not plan.prefills or not prompt or not decodes or len(plan.prefills) > CHUNKS:
+            return super().fill(step, plan, trace)
+        return replace(self._mixed(step, plan, decodes, prompt), trace=trace)
+
+    def idle(self, decodes: int, prompt: int) -> StepBatch:
+        """A step of a layout that does nothing: what is recorded."""
+        return self._mixed(0, Plan((), ()), decodes, prompt)
+
+    def _mixed(self, step: int, plan: Plan, decodes: int, prompt: int) -> StepBatch:
+        """A plan in a layout that it fits."""
+        rows, table = self._rows_host.numpy(), self._table.numpy()
+        total, at = decodes + prompt, decodes
+        rows[:, :total] = 0
+        rows[2, :total] = SCRATCH * self.page_size
+        rows[3, :decodes] = range(decodes)
+        for index, chunk in enumerate(plan.decodes):
+            self._place(rows[:3, index : index + 1], chunk.request.tokens, chunk.request.pages, chunk.start)
+            table[index, : len(chunk.request.pages)] = chunk.request.pages
+        prefills, picks = [], list(range(len(plan.decodes)))
+        for index, chunk in enumerate(plan.prefills):
+            self._place(rows[:3, at : at + chunk.count], chunk.request.tokens, chunk.request.pages, chunk.start)
+            prefills.append(PrefillRows(at, chunk.count, chunk.start, list(chunk.request.pages)))
+            at += chunk.count
+            rows[3, decodes + index] = at - 1
+            if chunk.samples:
+                picks.append(decodes + index)
+        chosen = decodes + (CHUNKS if prompt else 0)
+        batch = self._batch(step, plan, at, total, tuple(prefills), chosen)
+        lengths = [*batch.lengths, *[0] * (decodes - len(batch.lengths))]
+        paged = self._page_plan(lengths, batch.page_table)
+        chunked = self._chunk_plan(prefills, decodes, prompt) if prompt else None
+        return replace(batch, decodes=decodes, paged=paged, chunked=chunked, picks=self._picks(picks))
+
+    def _chunk_plan(self, prefills: Sequence[PrefillRows], decodes: int, prompt: int) -> ChunkPlan:
+        """Blocks and pages of the chunks on the device; rows are counted from the first prompt row."""
+        host, width = self._chunks_host, self._table.shape[1]
+        blocks, first = prompt // BLOCK + CHUNKS, 4 * self._most_blocks
+        table = host[first:].view(CHUNKS, width)
+        for index, chunk in enumerate(prefills):
+            table[index, : len(chunk.pages)] = torch.tensor(chunk.pages, dtype=torch.int32)
+        cut = [(chunk.first - decodes, chunk.count, chunk.start) for chunk in prefills]
+        if not fill_blocks(host[: 4 * blocks].view(-1, 4), cut):
+            raise AssertionError("a chunk has at most one block that is not full")
+        if self._chunks is not host:
+            self._chunks.copy_(host, non_blocking=True)
+        return ChunkPlan(self._chunks[: 4 * blocks].view(-1, 4), self._chunks[first:].view(CHUNKS, width))
+
+    def _picks(self, picks: list[int]) -> torch.Tensor:
+        """On the device, without waiting for it."""
+        rows = torch.tensor(picks, dtype=torch.int64, pin_memory=self._rows is not self._rows_host)
+        return rows.to(self._rows.device, non_blocking=True)
