@@ -174,7 +174,7 @@ def _connector(
             dtype=str(placement.dtype).removeprefix("torch."),
             slots=config.slots,
             experts=config.experts,
-            max_rows=config.max_step_tokens,
+            max_rows=config.max_step_tokens + max(config.buckets(placement.device.type), default=0),  # padding of both kinds
         )
         return lambda _address: expert.local(local)
     tls = rpc.tls_of(config)

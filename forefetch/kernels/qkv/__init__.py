@@ -1,6 +1,6 @@
 """Between the QKV product and attention: norm per head, rotation, and K and V to where the cache keeps them.
 
-`ref.py` is the definition and what a CPU runs; `triton.py` does it in one pass, one program per row and KV head. Letters:
+`ref.py` is the definition and what a CPU runs; `triton.py` does it in one pass, one program per row and head. Letters:
 T rows, Hq / Hkv query / KV heads, G = Hq / Hkv, D head dim, N places of the cache.
 """
 

@@ -1,4 +1,4 @@
-"""One program per row and KV head: its K and V, and the G query heads that read them.
+"""One program per row and head.
 
 Norm and rotation are done in float32 and rounded once; the definition rounds the normed head and both products of the rotation
 on its way, so that the two differ by a few units in the last place of a 16-bit type.
@@ -29,11 +29,11 @@ def enter(
         raise ValueError("qkv, cos and sin must be contiguous, and both caches of one layout")
     q = torch.empty((rows, heads, dim), dtype=qkv.dtype, device=qkv.device)
     weights = (norms.q, norms.k, norms.eps) if norms else (qkv, qkv, 0.0)
-    _enter[(rows, kv_heads)](
+    _enter[(rows, heads + 2 * kv_heads)](
         *(qkv, cos, sin, *weights, slots, k_cache, v_cache, q, k_cache.stride(0), k_cache.stride(1)),
         LIMIT=float(torch.finfo(k_cache.dtype).max),
         HEADS=heads,
-        GROUP=heads // kv_heads,
+        KV_HEADS=kv_heads,
         HALF=dim // 2,
         BLOCK=triton.next_power_of_2(dim // 2),
         NORM=norms is not None,
@@ -64,26 +64,31 @@ def _put(to, value, inside, LIMIT: tl.constexpr):
 @triton.jit
 def _enter(
     qkv, cos, sin, q_weight, k_weight, eps, slots, k_cache, v_cache, q, cache_head, cache_slot,
-    LIMIT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    LIMIT: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, KV head)."""
-    row, kv_head, kv_heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    """Program (row, head): query heads first, then those of K, then those of V."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, dim = tl.arange(0, BLOCK), 2 * HALF
     inside = at < HALF
     # Both halves of the tables are equal: the first serves both.
     c = tl.load(cos + row * dim + at, mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + row * dim + at, mask=inside, other=0.0).to(tl.float32)
-    start = qkv + row * (HEADS + 2 * kv_heads) * dim
-    for g in tl.static_range(GROUP):
-        head = kv_head * GROUP + g
-        first, second = _halves(start + head * dim, q_weight, inside, at, eps, HALF, NORM)
+    x = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * dim
+    if head < HEADS:
+        first, second = _halves(x, q_weight, inside, at, eps, HALF, NORM)
         to = q + (row * HEADS + head) * dim + at
         tl.store(to, (first * c - second * s).to(q.dtype.element_ty), mask=inside)
         tl.store(to + HALF, (second * c + first * s).to(q.dtype.element_ty), mask=inside)
-    place = kv_head.to(tl.int64) * cache_head + tl.load(slots + row).to(tl.int64) * cache_slot + at
-    first, second = _halves(start + (HEADS + kv_head) * dim, k_weight, inside, at, eps, HALF, NORM)
-    _put(k_cache + place, first * c - second * s, inside, LIMIT)
-    _put(k_cache + place + HALF, second * c + first * s, inside, LIMIT)
-    first, second = _halves(start + (HEADS + kv_heads + kv_head) * dim, k_weight, inside, at, eps, HALF, False)
-    _put(v_cache + place, first, inside, LIMIT)
-    _put(v_cache + place + HALF, second, inside, LIMIT)
+    else:
+        slot = tl.load(slots + row).to(tl.int64) * cache_slot + at
+        if head < HEADS + KV_HEADS:
+            first, second = _halves(x, k_weight, inside, at, eps, HALF, NORM)
+            to = k_cache + (head - HEADS).to(tl.int64) * cache_head + slot
+            _put(to, first * c - second * s, inside, LIMIT)
+            _put(to + HALF, second * c + first * s, inside, LIMIT)
+        else:
+            first, second = _halves(x, k_weight, inside, at, eps, HALF, False)
+            to = v_cache + (head - HEADS - KV_HEADS).to(tl.int64) * cache_head + slot
+            _put(to, first, inside, LIMIT)
+            _put(to + HALF, second, inside, LIMIT)
