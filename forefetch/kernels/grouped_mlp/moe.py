@@ -45,8 +45,8 @@ class MoeScratch:
         """For x [T <= tokens, hidden] of `dtype`, each token with `top_k` of `experts`. ValueError: no kernel for these."""
         if hidden % 32 or width % 32:
             raise ValueError(f"experts of {hidden} x {width}: both must be multiples of 32")
-        if format.order != "natural":
-            raise ValueError(f"no kernel for {format}")
+        if format.order == "fragment" and dtype not in {torch.bfloat16, torch.float16}:
+            raise ValueError(f"{format} multiplies in float16; x of {dtype} would lose more than it should")
         self.tokens, self.top_k, self.experts, self.hidden, self.width = tokens, top_k, experts, hidden, width
         self.format, self.dtype, self.blob_bytes = format, dtype, blob_bytes(hidden, width, format)
         pairs = tokens * top_k
@@ -56,16 +56,24 @@ class MoeScratch:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
         self.ids, self.weights = ints(pairs), torch.empty(pairs, dtype=torch.float32, device=device)
-        self.counts, self.totals, self.ready = ints(triton.next_power_of_2(experts)), ints(2), ints(1)
+        fragment = format.order == "fragment"
+        self.counts, self.totals, self.fault = ints(triton.next_power_of_2(experts)), ints(2), ints(1)
+        self.ready = ints(triton.next_power_of_2(units(pairs, experts, 8)) if fragment else 1)
         self.ranks, self.live, self.records = ints(pairs), ints(pairs), ints(words)
-        self.x_half = torch.empty(0, dtype=torch.float16, device=device)
-        self.h = torch.empty(pairs, width, dtype=dtype, device=device)
+        self.x_half = torch.empty(tokens * fragment, hidden, dtype=torch.float16, device=device)
+        self.h = torch.empty(pairs, width, dtype=torch.float16 if fragment else dtype, device=device)
         self.y = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
 
     def reset(self) -> None:
-        """Zeroes the counters."""
-        for counter in (self.counts, self.totals, self.ready):
+        """Zeroes the counters and the fault."""
+        for counter in (self.counts, self.totals, self.ready, self.fault):
             counter.zero_()
+
+    def check(self) -> None:
+        """RuntimeError if a call's programs waited for one another in vain; reads the device, so not inside a graph."""
+        if int(self.fault):
+            self.reset()
+            raise RuntimeError("the expert kernel's programs were not resident together; its results are wrong")
 
 
 def units(pairs: int, experts: int, size: int) -> int:
@@ -88,7 +96,7 @@ def moe(x: Tensor, ids: Tensor, weights: Tensor, pool: Tensor, slot_of: Tensor, 
     if ids.dtype not in {torch.int32, torch.int64} or not (ids.is_contiguous() and weights.is_contiguous()):
         raise ValueError("ids must be contiguous integers, weights contiguous")
     if tokens:
-        _portable(x, ids, weights, None, False, pool, slot_of, out, scratch)
+        _run(x, ids, weights, None, False, pool, slot_of, out, scratch)
 
 
 def moe_from_logits(
@@ -103,7 +111,7 @@ def moe_from_logits(
         raise ValueError(f"logits {tuple(logits.shape)} for {len(x)} tokens and {scratch.experts} experts")
     if len(x):
         sums = rule == "topk_softmax" or renormalise
-        _portable(x, scratch.ids, scratch.weights, logits, sums, pool, slot_of, out, scratch)
+        _run(x, scratch.ids, scratch.weights, logits, sums, pool, slot_of, out, scratch)
 
 
 def _check(x: Tensor, pool: Tensor, slot_of: Tensor, out: Tensor, scratch: MoeScratch) -> None:
@@ -119,6 +127,25 @@ def _check(x: Tensor, pool: Tensor, slot_of: Tensor, out: Tensor, scratch: MoeSc
         raise ValueError("slots must begin at multiples of 16 bytes")
     if slot_of.shape != (scratch.experts,) or slot_of.dtype != torch.int32 or not slot_of.is_contiguous():
         raise ValueError(f"slot_of {tuple(slot_of.shape)} {slot_of.dtype} for {scratch.experts} experts")
+
+
+def _run(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    logits: Tensor | None,
+    renormalise: bool,
+    pool: Tensor,
+    slot_of: Tensor,
+    out: Tensor,
+    scratch: MoeScratch,
+) -> None:
+    if scratch.format.order == "natural":
+        _portable(x, ids, weights, logits, renormalise, pool, slot_of, out, scratch)
+    else:
+        from forefetch.kernels.grouped_mlp import fragment
+
+        fragment.run(x, ids, weights, logits, renormalise, pool, slot_of, out, scratch)
 
 
 def _portable(
@@ -176,8 +203,12 @@ def route(
     scratch: MoeScratch,
     size: int,
     convert: bool = False,
+    pdl: bool = False,
 ) -> None:
-    """Launches the routing: units of `size` into scratch, with the choice from `logits` if there are any."""
+    """Launches the routing: units of `size` into scratch, with the choice from `logits` if there are any.
+
+    convert also leaves x in scratch.x_half. pdl: as a programmatic dependent launch, which lets its own dependents start.
+    """
     tokens, top_k, experts = len(x), scratch.top_k, scratch.experts
     pairs, padded = tokens * top_k, triton.next_power_of_2(scratch.experts)
     per_token = convert or logits is not None
@@ -189,8 +220,9 @@ def route(
         *(scratch.live, scratch.records, scratch.totals, scratch.ready),
         *(tokens, x.stride(0), 0 if logits is None else logits.stride(0)),
         *(experts, top_k, padded, size, scratch.hidden, block, triton.next_power_of_2(pairs) if finish else 1),
-        *(len(scratch.ready), logits is not None, renormalise, convert, finish),
+        *(len(scratch.ready), logits is not None, renormalise, convert, finish, pdl),
         num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
     )
     if not finish:
         routing.group[(triton.cdiv(pairs, _BLOCK),)](
@@ -199,12 +231,14 @@ def route(
             num_warps=4,
         )
         scratch.counts.zero_()
+        scratch.ready.zero_()
 
 
-def combine(weights: Tensor, out: Tensor, scratch: MoeScratch) -> None:
+def combine(weights: Tensor, out: Tensor, scratch: MoeScratch, pdl: bool = False) -> None:
     """Launches the weighted sum of scratch.y."""
     block = min(512, triton.next_power_of_2(scratch.hidden))
     routing.combine[(len(out), triton.cdiv(scratch.hidden, block))](
-        *(scratch.y, weights, scratch.live, out, out.stride(0), scratch.top_k, scratch.hidden, block, False),
+        *(scratch.y, weights, scratch.live, out, out.stride(0), scratch.top_k, scratch.hidden, block, pdl),
         num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
     )

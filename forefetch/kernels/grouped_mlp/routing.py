@@ -24,7 +24,7 @@ def route(
     tokens, x_row, logits_row,
     E: tl.constexpr, K: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
     BLOCK: tl.constexpr, PAIRS: tl.constexpr, READY: tl.constexpr,
-    CHOOSE: tl.constexpr, RENORMALISE: tl.constexpr, CONVERT: tl.constexpr, FINISH: tl.constexpr,
+    CHOOSE: tl.constexpr, RENORMALISE: tl.constexpr, CONVERT: tl.constexpr, FINISH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Counts each expert's pairs; with FINISH the last program to arrive also forms the units.
 
@@ -32,6 +32,9 @@ def route(
     each from `ids`. CONVERT: a program per token also leaves its row of x in float16 as the int4 kernels want it.
     counts [EP] and totals [1] are zero before and, with FINISH, after.
     """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     if CONVERT:
         _convert(x + program.to(tl.int64) * x_row, x_half + program * H, H)
@@ -103,7 +106,7 @@ def _group(
 
 @triton.jit
 def _convert(x, x_half, H: tl.constexpr):
-    """A row in float16; inputs with bit 1 set are divided by 16, as `gluon.py` explains. H is a multiple of 128."""
+    """A row in float16; inputs with bit 1 set are divided by 16, as `mma.py` explains. H is a multiple of 128."""
     for begin in range(0, H, 128):
         k = begin + tl.arange(0, 128)
         value = tl.load(x + k).to(tl.float32)
