@@ -97,14 +97,16 @@ def product(
             current = ring_words.index(step).load(gl.SliceLayout(1, WORDS))
             scale = ring_scales.index(step).load(SCALES).to(gl.float32)
             low, high = mma.scaled(low, high, current, x, scale, eights, WARPS, GROUP, MMA, WORDS, A, B)
-        low = gl.convert_layout(gl.sum(gl.reshape(low, (WARPS, 16, 8)), 0), ROWS)
-        high = gl.convert_layout(gl.sum(gl.reshape(high, (WARPS, 16, 8)), 0), ROWS)
-        _store(to, low, high, pair, tile, GATE, H, W, ROWS)
+        _store(to, low, high, pair, tile, GATE, H, W, WARPS, ROWS)
 
 
 @gluon.jit
-def _store(to, low, high, pair, tile, GATE: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr):
-    """Column 0 of the sums of rows 0-15 and 16-31."""
+def _store(
+    to, low, high, pair, tile, GATE: gl.constexpr, H: gl.constexpr, W: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr
+):
+    """Column 0 of the warps' sums of rows 0-15 and 16-31."""
+    low = gl.convert_layout(gl.sum(gl.reshape(low, (WARPS, 16, 8)), 0), ROWS)
+    high = gl.convert_layout(gl.sum(gl.reshape(high, (WARPS, 16, 8)), 0), ROWS)
     r = gl.arange(0, 16, gl.SliceLayout(1, ROWS))
     mask = (gl.arange(0, 8, gl.SliceLayout(0, ROWS)) == 0)[None, :] & (r >= 0)[:, None]
     nothing = gl.zeros([16, 8], gl.int32, ROWS)
@@ -128,18 +130,18 @@ def _inputs(source, row, EACH: gl.constexpr, INPUTS: gl.constexpr):
     each = gl.full([8], EACH, gl.int32, gl.SliceLayout(1, gl.SliceLayout(2, INPUTS)))
     first = gl.inline_asm_elementwise(_WARP, "=r,r,r", [n * 0, each], dtype=gl.int32, is_pure=True, pack=1)
     at = source + row + (first * 64)[:, None] + k[None, :]
-    xs: Any = ()
+    xs = ()
     for step in gl.static_range(EACH):
-        xs = xs + (gl.load(at + step * 64),)  # noqa: RUF005  Triton's tuples know no unpacking
+        xs = xs + (gl.load(at + step * 64),)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples know no unpacking
     return xs
 
 
 @gluon.jit
 def _prepare(words, TYPE: gl.constexpr, INPUTS: gl.constexpr):
-    """Words of two bfloat16 or float16 inputs -> two float16, divided by 16 where the input's bit 1 (the word's bit 0) is set."""
+    """Words of two inputs of TYPE -> two float16, divided by 16 where bit 1 of the input, bit 0 of the word, is set."""
     k = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(2, INPUTS)))
     factor = gl.where((k & 1) == 0, 1.0, 0.0625)[None, :]
-    if TYPE == gl.bfloat16:  # noqa: SIM300
+    if TYPE == gl.bfloat16:  # noqa: SIM300  it is not a constant of Python's
         first = (words << 16).to(gl.float32, bitcast=True)
         second = (words & -65536).to(gl.float32, bitcast=True)
     else:

@@ -30,7 +30,7 @@ def experts(
     WARPS: gl.constexpr, GROUP: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr, WORDS: gl.constexpr,
     COPY: gl.constexpr, SCALES: gl.constexpr, SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr,
 ):  # fmt: skip
-    """y [P, H] float32 for each pair. x [T, H / 2], h [P, W / 2] as int32, two prepared halves each; stride in 2 KB."""
+    """y [P, H] float32 for each pair. x [T, H / 2], h [P, W / 2] as int32: two prepared halves. stride in 2 KB."""
     item = gl.program_id(0)
     if PDL:
         item = gl.inline_asm_elementwise(_WAIT, "=r,r", [item], dtype=gl.int32, is_pure=False, pack=1)
@@ -51,8 +51,8 @@ def experts(
             async_copy.commit_group()
         at = 0
         item, cursor, words, scales, at = _phase(
-            item, gates, items, cursor, words, scales, at, x, lane_words, lane_scales, records, ready, fault, h_half, ring_words,
-            ring_scales, eights, stride, True, H, W, K, D, GROUP, MMA, A, B, WORDS, SCALES, INPUTS,
+            item, gates, items, cursor, words, scales, at, x, lane_words, lane_scales, records, ready, fault, h_half,
+            ring_words, ring_scales, eights, stride, True, H, W, K, D, GROUP, MMA, A, B, WORDS, SCALES, INPUTS,
         )  # fmt: skip
         item, cursor, words, scales, at = _phase(
             item, gates, items, cursor, words, scales, at, h, lane_words, lane_scales, records, ready, fault, y, ring_words,
@@ -62,7 +62,7 @@ def experts(
 
 
 @gluon.jit
-def _phase(
+def _phase(  # noqa: PLR0915  one loop, which no call may split: Triton would not inline its state
     item, gates, items, cursor, words, scales, at, source, lane_words, lane_scales, records, ready, fault, to, ring_words,
     ring_scales, eights, stride, GATE: gl.constexpr, H: gl.constexpr, W: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
     GROUP: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr,

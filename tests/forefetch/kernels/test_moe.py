@@ -167,9 +167,61 @@ def test_choice_is_exact_with_ties_to_the_lower_index() -> None:
         assert torch.allclose(weights.cpu()[finite], logits[finite].gather(1, order[finite]).softmax(1), rtol=1e-5)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
-@pytest.mark.parametrize("form", [ExpertFormat("bfloat16"), ExpertFormat("int8"), ExpertFormat("int4")], ids=str)
+gpu = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")]
+FRAGMENT = [pytest.param(ExpertFormat("int4", group, "fragment"), marks=gpu) for group in (128, 64)]
+FORMATS = [*(pytest.param(ExpertFormat(kind), marks=gpu) for kind in ("bfloat16", "int8", "int4")), *FRAGMENT]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("form", FRAGMENT, ids=str)
+@pytest.mark.parametrize(
+    ("experts", "hidden", "width", "tokens", "top_k", "skew"),
+    [
+        (8, 256, 128, 1, 2, 0.0),  # the direct kernels
+        (8, 512, 384, 4, 3, 0.0),
+        (5, 128, 128, 5, 1, 0.0),  # the persistent one: fewer items than programs
+        (40, 256, 384, 64, 6, 0.0),
+        (16, 384, 128, 64, 2, 3.0),  # many more than 8 tokens for one expert
+        (128, 2048, 768, 16, 8, 0.0),
+        (8, 256, 128, 700, 2, 0.5),  # units formed in parallel
+    ],
+)
+def test_fragment_order(
+    experts: int, hidden: int, width: int, tokens: int, top_k: int, skew: float, form: ExpertFormat, dtype: torch.dtype
+) -> None:
+    pool = make_experts(experts, hidden, width, form)
+    call, scratch = make_call(tokens, top_k, pool, dtype, skew), pool.scratch(tokens, top_k, dtype)
+    out = call.run(pool, scratch)
+    scratch.check()
+    assert worst(pool, call, out) <= 1
+    assert torch.equal(call.run(pool, poison(scratch)), out)
+    call.ids[tokens // 2] = -1
+    pool.slot_of[int(call.ids[0, 0])] = -1
+    assert worst(pool, call, call.run(pool, poison(scratch))) <= 1
+    if tokens > 1:
+        clean = call.run(pool, scratch)
+        call.x[1] = torch.nan
+        others = torch.arange(tokens) != 1
+        assert torch.equal(call.run(pool, poison(scratch))[others], clean[others])
+
+
+@pytest.mark.parametrize("tokens", [2, 20])
+@pytest.mark.parametrize("form", FRAGMENT, ids=str)
+def test_fragment_order_from_logits(form: ExpertFormat, tokens: int) -> None:
+    pool = make_experts(40, 256, 128, form)
+    call, scratch = make_call(tokens, 4, pool, BF16), pool.scratch(tokens, 4, BF16)
+    for dtype in (BF16, FP32):
+        logits = torch.randint(-9, 10, (tokens, 40), device=DEVICE).to(dtype)
+        out = torch.full(call.x.shape, torch.nan, device=DEVICE)
+        moe_from_logits(call.x, logits, "softmax_topk", False, pool.pool, pool.slot_of, out, scratch)
+        order = logits.float().sort(dim=1, descending=True, stable=True).indices[:, :4]
+        assert torch.equal(scratch.ids[: 4 * tokens].view(tokens, 4).long(), order)
+        weights = scratch.weights[: 4 * tokens].view(tokens, 4).clone()
+        assert torch.allclose(weights, logits.float().softmax(1).gather(1, order), rtol=1e-5)
+        assert torch.equal(Call(call.x, order, weights).run(pool), out)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_a_captured_call_follows_its_inputs_and_slots(form: ExpertFormat) -> None:
     pool = make_experts(64, 256, 64, form)
     call, scratch = make_call(16, 8, pool, BF16), pool.scratch(16, 8, BF16)
