@@ -19,6 +19,7 @@ from forefetch.telemetry.ring import StepRing
 from forefetch.telemetry.spans import Exporter
 from forefetch.v1 import router_pb2_grpc
 from router_service import build
+from router_service.asking import Reader
 from router_service.config import RouterConfig
 from router_service.engine import Engine, Parts
 from router_service.recorder import Recorder
@@ -47,7 +48,11 @@ async def serve(config: RouterConfig) -> None:
     status = Status(config, spec, checkpoint.digest, placement, limits, scheduler, dispatch.workers, recorder.metrics, kv)
     recorder.metrics.export(status.stats)
     SpanMetrics(registry, recorder.exporter)
-    servicer = RouterServicer(engine, limits, Text.load(Path(config.model)), recorder, status)
+    reader = Reader(limits, Text.load(Path(config.model)))
+    conversations = build.conversations(config, checkpoint.digest, placement, reader, kv)
+    if kv is not None:
+        kv.sessions.fence = engine.fail
+    servicer = RouterServicer(engine, reader, conversations, recorder, status)
     server = await rpc.serve_aio(
         config,
         SERVICE,

@@ -16,6 +16,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
 MAX_TOP_LOGPROBS = 20
 MAX_REQUEST_ID_BYTES = 128
+MAX_SESSION_ID_BYTES = 96
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -131,7 +132,7 @@ def admit(ask: Ask, limits: Limits, *, seed: int, request_id: str) -> Admitted:
     _check_ids("tokens.ids" if ask.form == "tokens" else ask.form, ask.prompt, limits.vocab_size)
     _check_ids("stop.token_ids", ask.stop_token_ids, limits.vocab_size)
     _check_stop_strings(ask.stop_strings)
-    _check_request_id(ask.request_id)
+    check_request_id(ask.request_id)
     eos = frozenset[int]() if ask.ignore_eos else limits.eos_token_ids
     return Admitted(
         prompt=tuple(ask.prompt),
@@ -176,11 +177,20 @@ def _check_stop_strings(strings: Sequence[str]) -> None:
             raise BadRequest("stop.strings", f"string {index} has {size} bytes; the limit is 1 to {MAX_STOP_STRING_BYTES}")
 
 
-def _check_request_id(request_id: str) -> None:
+def check_request_id(request_id: str) -> None:
+    """The caller's name for a request. Raises BadRequest."""
     if len(request_id) > MAX_REQUEST_ID_BYTES:
         raise BadRequest("request_id", f"has {len(request_id)} characters; the limit is {MAX_REQUEST_ID_BYTES}")
     if request_id and not _REQUEST_ID.fullmatch(request_id):
         raise BadRequest("request_id", "may hold only letters, digits, '.', '_' and '-'")
+
+
+def check_session_id(session_id: str) -> None:
+    """The caller's name for a conversation. Raises BadRequest."""
+    if not 1 <= len(session_id) <= MAX_SESSION_ID_BYTES:
+        raise BadRequest("session.id", f"has {len(session_id)} characters; the limit is 1 to {MAX_SESSION_ID_BYTES}")
+    if not _REQUEST_ID.fullmatch(session_id):
+        raise BadRequest("session.id", "may hold only letters, digits, '.', '_' and '-'")
 
 
 def _sampling(ask: Ask, limits: Limits, seed: int) -> SamplingParams:

@@ -16,10 +16,12 @@ from forefetch.spec import ModelSpec, read_json
 from forefetch.telemetry.spans import Exporter
 from forefetch.weights import Checkpoint
 from router_service.admission import Limits, default_sampling
+from router_service.asking import Reader
 from router_service.batch import StepBuffers
 from router_service.cache import KvCache
 from router_service.captured import CapturedTrunk
 from router_service.config import RouterConfig
+from router_service.conversations import Conversations
 from router_service.cost import FetchCost
 from router_service.dispatch import Dispatch
 from router_service.handover import Handover
@@ -30,6 +32,7 @@ from router_service.pages import PagePool
 from router_service.prefix import Prefix
 from router_service.replicas import Replicas
 from router_service.scheduler import Scheduler
+from router_service.sessions import Sessions
 from router_service.trunk import Model, Trunk
 from router_service.workers import Workers
 
@@ -137,7 +140,7 @@ def buffers(config: RouterConfig, sizes: Sizes, placement: Placement) -> StepBuf
 def kv(
     config: RouterConfig, spec: ModelSpec, digest: str, trunk: Trunk, pool: PagePool, exporter: Exporter | None = None
 ) -> KvSide:
-    """The way to the KV services: hand-over of sealed blocks, loading of prefixes."""
+    """The way to the KV services: hand-over of sealed blocks, loading of prefixes, logs of sessions."""
     cache, replicas = trunk.cache, Replicas(config.kv_addresses(), rpc.tls_of(config))
     kv_format, params = str(cache.dtype).removeprefix("torch."), f"computed in {trunk.dtype}"
     params += "" if config.experts == "stored" else f" with {config.experts} experts"
@@ -153,7 +156,13 @@ def kv(
     cost = FetchCost(cache.block_bytes, config.page_size, config.kv_fetch_s)
     prefix = Prefix(replicas, cost, cache.write_block, exporter) if config.kv_fetch_s else None
     naming = Naming.of(spec, digest, kv_format, params, config.page_size)
-    return KvSide(naming, replicas, handover, prefix, pool)
+    return KvSide(naming, replicas, handover, prefix, Sessions(replicas, config.session_lag_s), pool)
+
+
+def conversations(config: RouterConfig, digest: str, placement: Placement, reader: Reader, kv: KvSide | None) -> Conversations:
+    """Sessions, as the API's side sees them."""
+    kv_format = str(placement.kv_dtype).removeprefix("torch.")
+    return Conversations(kv.sessions if kv else None, reader, digest, kv_format)
 
 
 def dispatch(config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, placement: Placement) -> Dispatch:

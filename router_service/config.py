@@ -66,6 +66,11 @@ class RouterConfig(ServiceConfig):
         """Most seconds that a request waits for cached blocks of its prompt; what has not come by then is computed. Less
         when computing is estimated to take less. 0: prompts are always computed.""",
     )
+    session_lag_s: float = setting(
+        0.25,
+        """How often new tokens of sessions are written to their logs, seconds. A router that goes on with an answer after this
+        one died generates what was not written yet again.""",
+    )
     kv_format: str = setting(
         "auto",
         """How K and V are kept. auto: the compute type, nothing is rounded. float16 halves float32's memory, is
@@ -153,8 +158,9 @@ class RouterConfig(ServiceConfig):
         for name in ("max_context", "threads", "worker_grace_s", "start_timeout_s", "kv_fetch_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: must not be negative")
-        if self.step_timeout_s <= 0:
-            raise ConfigError("--step-timeout-s: must be positive")
+        for name in ("step_timeout_s", "session_lag_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"--{name.replace('_', '-')}: must be positive")
         if self.max_step_tokens <= self.max_batch:
             raise ConfigError(
                 f"--max-step-tokens {self.max_step_tokens} and --max-batch {self.max_batch}: a step must hold a token of every "

@@ -97,6 +97,11 @@ class Engine:
         request.cancelled = True
         self._wake.set()
 
+    def fail(self, request: Request, error: ForefetchError) -> None:
+        """The request may not go on: it ends in `error` before the next step. No effect on one that has ended."""
+        request.error = error
+        self._wake.set()
+
     def drain(self) -> None:
         """Refuses new requests from now on; running and waiting ones go on."""
         with self._lock:

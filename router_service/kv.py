@@ -17,16 +17,18 @@ from router_service.pages import PagePool
 from router_service.prefix import Load, Prefix
 from router_service.replicas import Replicas
 from router_service.scheduler import Plan, Request
+from router_service.sessions import Sessions
 
 
 @dataclass
 class KvSide:
-    """One per router with `--kv`. `prefix` is None where prefixes are not fetched."""
+    """One per router with `--kv`. `prefix` is None where prefixes are not fetched. `sessions` works on its own."""
 
     naming: Naming
     replicas: Replicas
     handover: Handover
     prefix: Prefix | None
+    sessions: Sessions
     pool: PagePool
     _keys: dict[Request, list[Key]] = field(default_factory=dict)
     _loads: dict[Request, Load] = field(default_factory=dict)
@@ -105,6 +107,8 @@ class KvSide:
             reconnects=sum(service.reconnects for service in services),
             replicas=services,
         )
+        status.sessions, status.session_records = self.sessions.live, self.sessions.counts.records
+        status.session_failures.update(self.sessions.counts.failures)
         if self.prefix is not None:
             counts = self.prefix.counts
             status.prefix_loads, status.prefix_skipped = counts.loads, counts.skipped
@@ -115,6 +119,7 @@ class KvSide:
     def close(self, timeout_s: float) -> None:
         """Sends what is queued, for at most `timeout_s`, and ends all threads."""
         self.handover.close(timeout_s)
+        self.sessions.close()
         self.replicas.close()
         if self.prefix is not None:
             self.prefix.close()

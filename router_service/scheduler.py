@@ -23,7 +23,7 @@ class Request:
     """A request in the engine. `tokens` is the prompt followed by the answer; K and V of `tokens[:computed]` are committed.
 
     `known`: tokens of the answer that were there when the request came, because it goes on with a session. `loading`: its
-    cached prefix is on its way, nothing is computed for it. `cached`: tokens that came from a cache.
+    cached prefix is on its way, nothing is computed for it. `cached`: tokens that came from a cache. `error`: why it is to end.
     """
 
     key: int
@@ -37,6 +37,7 @@ class Request:
     pages: tuple[int, ...] = ()
     started: float | None = None
     cancelled: bool = False
+    error: ForefetchError | None = None
     replayed_steps: int = 0
     tenant: str = ""
     known: tuple[int, ...] = ()
@@ -129,11 +130,13 @@ class Scheduler:
         self.waiting.append(request)
 
     def reap(self, now: float) -> list[tuple[Request, ForefetchError]]:
-        """Takes cancelled and expired requests out, frees their pages, and says why each ended."""
+        """Takes cancelled, failed and expired requests out, frees their pages, and says why each ended."""
         ended: list[tuple[Request, ForefetchError]] = []
         for request in (*self.waiting, *self.running):
             if request.cancelled:
                 ended.append((request, Cancelled("cancelled by the client")))
+            elif request.error is not None:
+                ended.append((request, request.error))
             elif request.deadline is not None and now >= request.deadline:
                 ended.append((request, DeadlineExceeded("the request's deadline passed")))
         for request, _ in ended:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
-import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from time import monotonic, perf_counter_ns
 from typing import Any
@@ -19,16 +17,16 @@ from forefetch.telemetry import names
 from forefetch.telemetry.book import timings_message
 from forefetch.telemetry.context import from_metadata
 from forefetch.v1 import router_pb2, router_pb2_grpc
-from router_service import admission
 from router_service.answer import Answer, FinishOut, TokenOut
+from router_service.asking import Reader
+from router_service.conversations import Conversations, Opened
 from router_service.engine import Delivery, Engine, Event
 from router_service.recorder import Recorder
 from router_service.scheduler import Request
+from router_service.sessions import Live
 from router_service.status import Status
-from router_service.text import Text
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Form = router_pb2.GenerateRequest | router_pb2.TokenizeRequest
 
 
 @dataclass(eq=False)
@@ -56,10 +54,13 @@ class Deliverer:
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
-    """`text` is None for a checkpoint without tokenizer.json: then only token ids are taken."""
+    """The methods. Everything a stream sees comes through its sink."""
 
-    def __init__(self, engine: Engine, limits: admission.Limits, text: Text | None, recorder: Recorder, status: Status) -> None:
-        self._engine, self._limits, self._text, self._recorder, self._status = engine, limits, text, recorder, status
+    def __init__(
+        self, engine: Engine, reader: Reader, conversations: Conversations, recorder: Recorder, status: Status
+    ) -> None:
+        self._engine, self._reader, self._conversations = engine, reader, conversations
+        self._recorder, self._status = recorder, status
         self._keys = itertools.count(1)
 
     @aio_handler
@@ -67,82 +68,69 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
         """See router.proto."""
-        admitted = await self._admit(request)
+        opened = await self._conversations.open(request, "", context.time_remaining())
         left = context.time_remaining()
         wanted = Request(
             key=next(self._keys),
-            request_id=admitted.request_id,
-            prompt=admitted.prompt,
-            admitted=admitted,
+            request_id=opened.admitted.request_id,
+            prompt=opened.admitted.prompt,
+            known=opened.known,
+            admitted=opened.admitted,
             arrival=monotonic(),
             deadline=None if left is None else monotonic() + left,
         )
         operation = names.CHAT if request.WhichOneof("prompt") == "chat" else names.TEXT_COMPLETION
         arrival = self._recorder.arrive(wanted, from_metadata(context.invocation_metadata()), operation)
-        sink = Sink(asyncio.Queue())
-        stream = self._text.stream(admitted.stop_strings) if self._text else None
+        live, sink, code = self._conversations.prepare(opened, wanted), None, "CANCELLED"
         try:
-            self._engine.submit(Answer(wanted, stream), sink)
-        except ForefetchError as error:
-            self._recorder.finished(wanted, error.code)
-            raise
-        try:
-            async for message in self._messages(wanted, sink, arrival):
+            await self._conversations.follow(live, left)
+            sink = self._submit(wanted)
+            async for message in self._messages(wanted, sink, arrival, opened, live):
                 yield message
+        except ForefetchError as error:
+            code = error.code
+            raise
         finally:
+            if sink is None:
+                self._recorder.finished(wanted, code)  # else the engine says how it ended
             self._engine.cancel(wanted)  # no effect on a request that has ended
+            self._conversations.leave(live)
 
-    async def _messages(self, request: Request, sink: Sink, arrival: int) -> AsyncIterator[router_pb2.GenerateResponse]:
+    def _submit(self, request: Request) -> Sink:
+        """Hands a request to the engine, unless the tokens that it came with are the whole answer. They come first."""
+        reader = self._reader
+        answer = Answer(request, reader.text.stream(request.admitted.stop_strings) if reader.text else None)
+        sink = Sink(asyncio.Queue())
+        events, finish = answer.replay()
+        for event in events:
+            sink.events.put_nowait(event)
+        if finish is not None:
+            sink.events.put_nowait(finish)
+            self._recorder.finished(request, "OK", finish.reason)
+        else:
+            self._engine.submit(answer, sink)
+        return sink
+
+    async def _messages(
+        self, request: Request, sink: Sink, arrival: int, opened: Opened, live: Live | None
+    ) -> AsyncIterator[router_pb2.GenerateResponse]:
         """Tokens, then the finish; raises the error that ended the request instead."""
         first = 0
         while True:
             event = await sink.events.get()
             if isinstance(event, TokenOut):
-                first = first or perf_counter_ns() - arrival
-                yield router_pb2.GenerateResponse(token=_token(event))
+                if event.index >= opened.next_index:
+                    first = first or perf_counter_ns() - arrival
+                    yield router_pb2.GenerateResponse(token=_token(event))
             elif isinstance(event, FinishOut):
-                yield router_pb2.GenerateResponse(finish=self._finish(event, request, first, perf_counter_ns() - arrival))
+                finish = self._finish(event, request, first, perf_counter_ns() - arrival)
+                if live is not None:
+                    session = await self._conversations.finish(live, opened, event.reason, event.stop_string)
+                    finish.session.CopyFrom(session)
+                yield router_pb2.GenerateResponse(finish=finish)
                 return
             else:
                 raise event
-
-    async def _admit(self, request: router_pb2.GenerateRequest) -> admission.Admitted:
-        prompt = await self._prompt_ids(request)
-        sampling, stop = request.sampling, request.stop
-        ask = admission.Ask(
-            prompt=prompt,
-            form=request.WhichOneof("prompt") or "prompt",
-            temperature=_optional(sampling, "temperature"),
-            top_k=_optional(sampling, "top_k"),
-            top_p=_optional(sampling, "top_p"),
-            min_p=_optional(sampling, "min_p"),
-            seed=_optional(sampling, "seed"),
-            max_tokens=_optional(stop, "max_tokens"),
-            stop_strings=stop.strings,
-            stop_token_ids=stop.token_ids,
-            ignore_eos=stop.ignore_eos,
-            top_logprobs=_optional(request, "top_logprobs"),
-            request_id=request.request_id,
-        )
-        if ask.stop_strings and self._text is None:
-            raise BadRequest("stop.strings", "need a tokenizer; this checkpoint has none")
-        return admission.admit(ask, self._limits, seed=random.getrandbits(64), request_id=secrets.token_hex(8))
-
-    async def _prompt_ids(self, request: Form) -> Sequence[int]:
-        """Token ids of whichever form the prompt has; long texts are tokenised off the event loop."""
-        form = request.WhichOneof("prompt")
-        if form == "tokens" and isinstance(request, router_pb2.GenerateRequest):
-            return request.tokens.ids
-        if form is None:
-            raise BadRequest("prompt", "is not set; one of text, tokens or chat is needed")
-        if self._text is None:
-            raise BadRequest(form, "needs a tokenizer; this checkpoint has none, send token ids")
-        if form == "text":
-            admission.check_text(request.text, self._limits)
-            return await asyncio.to_thread(self._text.encode, request.text)
-        messages = [(message.role, message.content) for message in request.chat.messages]
-        admission.check_chat(messages, self._limits)
-        return await asyncio.to_thread(self._text.chat, messages)
 
     def _finish(self, event: FinishOut, request: Request, first: int, duration: int) -> router_pb2.FinishEvent:
         return router_pb2.FinishEvent(
@@ -165,7 +153,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     @aio_handler
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:
         """See router.proto."""
-        return router_pb2.TokenizeResponse(ids=await self._prompt_ids(request))
+        return router_pb2.TokenizeResponse(ids=await self._reader.prompt_ids(request))
 
     @aio_handler
     async def Describe(self, request: router_pb2.DescribeRequest, context: Context) -> router_pb2.DescribeResponse:
@@ -183,10 +171,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         if not request.request_id:
             raise BadRequest("request_id", "is empty; name the request")
         return await asyncio.to_thread(self._recorder.book.trace, request.request_id)
-
-
-def _optional(message: Any, field: str) -> Any:
-    return getattr(message, field) if message.HasField(field) else None
 
 
 def _token(event: TokenOut) -> router_pb2.TokenEvent:

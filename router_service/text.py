@@ -31,9 +31,9 @@ class Text:
         """None for a checkpoint without tokenizer.json: it takes token ids and answers with token ids."""
         return cls(folder) if (folder / "tokenizer.json").exists() else None
 
-    def encode(self, text: str) -> list[int]:
-        """Plain text -> ids, special tokens added as the tokenizer does."""
-        return list(self._tokenizer.encode(text).ids)
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Plain text -> ids, special tokens added as the tokenizer does, or none."""
+        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids -> text without special tokens; bytes that are no UTF-8 become U+FFFD."""
@@ -41,20 +41,39 @@ class Text:
 
     def chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """(role, content), oldest first -> ids of the rendered conversation plus its generation prompt. Raises BadRequest."""
+        return self.encode(self._rendered(messages), special=False)
+
+    def chat_on(self, messages: Sequence[tuple[str, str]], before: Sequence[int]) -> list[int]:
+        """The same for turns that follow a conversation of tokens `before`, which ends with an assistant's answer.
+
+        The conversation is not rendered again: its tokens stand as they are. What the template writes behind an assistant's
+        content, the end of that turn included, is appended; a token that ends the turn and was generated is not repeated.
+        """
+        rendered = self._rendered([("user", "?"), ("assistant", _ANSWER), *messages])
+        _, found, after = rendered.rpartition(_ANSWER)
+        if not found:
+            raise BadRequest("chat", "the chat template does not show an assistant's turn; go on with text or token ids")
+        ids = self.encode(after, special=False)
+        return ids[1:] if before and ids and ids[0] == before[-1] else ids
+
+    def _rendered(self, messages: Sequence[tuple[str, str]]) -> str:
         if self._template is None:
             raise BadRequest("chat", "this checkpoint has no chat template; send text or token ids")
         turns = [{"role": role, "content": content} for role, content in messages]
         try:
-            rendered = self._template.render(messages=turns, add_generation_prompt=True, tools=None, documents=None)
+            return self._template.render(messages=turns, add_generation_prompt=True, tools=None, documents=None)
         except _Refused as error:
             raise BadRequest("chat.messages", f"the chat template refuses them: {error}") from None
         except Exception:  # a template is a program: whatever it trips over, these messages made it
             raise BadRequest("chat.messages", "the chat template cannot render them") from None
-        return list(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
 
     def stream(self, stops: Sequence[str]) -> TextStream:
         """The text of one answer, from its first token on."""
         return TextStream(self._pieces.decoder(), stops)
+
+
+_ANSWER = "forefetch-answer-0d9f1c"
+"""Stands for an assistant's content that is there as tokens; no user writes it by chance."""
 
 
 class _Refused(Exception):

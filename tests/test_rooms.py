@@ -40,19 +40,19 @@ KERNELS_MAY = ("torch", "triton", "forefetch.kernels")
 
 # Rooms of a service, highest first: a module imports its own room and those below.
 ROOMS: dict[str, tuple[str, ...]] = {
-    "edge": ("__main__", "server", "client", "links", "hinting", "build", "status"),
+    "edge": ("__main__", "server", "client", "links", "hinting", "build", "status", "asking", "conversations"),
     "device": (
         *("engine", "trunk", "decoder", "captured", "layouts", "batch", "cache", "rope", "dispatch", "workers", "sampling"),
         *("text", "detokenise", "answer", "recorder", "core", "experts", "packed", "lookahead"),
         *("disk", "vault", "session_log", "session_rows", "operators"),
-        *("kv", "handover", "lane", "replicas", "prefix", "naming"),
+        *("kv", "handover", "lane", "replicas", "prefix", "naming", "sessions"),
         *("host", "pool", "convert", "residency", "visit"),
     ),
     "config": ("config",),
     "pure": (
         *("__init__", "scheduler", "pages", "admission", "slots", "store", "store_sessions", "keys", "outbox", "intake"),
         *("store_order", "store_room", "parts"),
-        *("segments", "cost", "prefetch", "misses"),
+        *("segments", "cost", "journal", "prefetch", "misses"),
     ),
 }
 PURE_MAY_NOT = (

@@ -8,6 +8,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class SessionMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SESSION_MODE_UNSPECIFIED: _ClassVar[SessionMode]
+    SESSION_MODE_START: _ClassVar[SessionMode]
+    SESSION_MODE_CONTINUE: _ClassVar[SessionMode]
+    SESSION_MODE_RESUME: _ClassVar[SessionMode]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -15,6 +22,10 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP_STRING: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_CONTEXT: _ClassVar[FinishReason]
+SESSION_MODE_UNSPECIFIED: SessionMode
+SESSION_MODE_START: SessionMode
+SESSION_MODE_CONTINUE: SessionMode
+SESSION_MODE_RESUME: SessionMode
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP_TOKEN: FinishReason
 FINISH_REASON_STOP_STRING: FinishReason
@@ -67,8 +78,18 @@ class StopParams(_message.Message):
     ignore_eos: bool
     def __init__(self, max_tokens: _Optional[int] = ..., strings: _Optional[_Iterable[str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ...) -> None: ...
 
+class SessionParams(_message.Message):
+    __slots__ = ("id", "mode", "next_index")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    mode: SessionMode
+    next_index: int
+    def __init__(self, id: _Optional[str] = ..., mode: _Optional[_Union[SessionMode, str]] = ..., next_index: _Optional[int] = ...) -> None: ...
+
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "tokens", "chat", "sampling", "stop", "top_logprobs", "request_id")
+    __slots__ = ("text", "tokens", "chat", "sampling", "stop", "top_logprobs", "request_id", "session")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +97,7 @@ class GenerateRequest(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     text: str
     tokens: TokenPrompt
     chat: ChatPrompt
@@ -83,7 +105,8 @@ class GenerateRequest(_message.Message):
     stop: StopParams
     top_logprobs: int
     request_id: str
-    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopParams, _Mapping]] = ..., top_logprobs: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
+    session: SessionParams
+    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopParams, _Mapping]] = ..., top_logprobs: _Optional[int] = ..., request_id: _Optional[str] = ..., session: _Optional[_Union[SessionParams, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("token", "finish")
@@ -144,7 +167,7 @@ class StepTimings(_message.Message):
     def __init__(self, total_ns: _Optional[int] = ..., attention_ns: _Optional[int] = ..., gate_ns: _Optional[int] = ..., link_ns: _Optional[int] = ..., expert_ns: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., combine_ns: _Optional[int] = ..., sampling_ns: _Optional[int] = ..., batch: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class FinishEvent(_message.Message):
-    __slots__ = ("reason", "text", "usage", "ttft_ns", "duration_ns", "request_id", "seed", "approximations", "stop_string")
+    __slots__ = ("reason", "text", "usage", "ttft_ns", "duration_ns", "request_id", "seed", "approximations", "stop_string", "session")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +177,7 @@ class FinishEvent(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     APPROXIMATIONS_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     text: str
     usage: Usage
@@ -163,7 +187,20 @@ class FinishEvent(_message.Message):
     seed: int
     approximations: Approximations
     stop_string: str
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ttft_ns: _Optional[int] = ..., duration_ns: _Optional[int] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., approximations: _Optional[_Union[Approximations, _Mapping]] = ..., stop_string: _Optional[str] = ...) -> None: ...
+    session: SessionStatus
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ttft_ns: _Optional[int] = ..., duration_ns: _Optional[int] = ..., request_id: _Optional[str] = ..., seed: _Optional[int] = ..., approximations: _Optional[_Union[Approximations, _Mapping]] = ..., stop_string: _Optional[str] = ..., session: _Optional[_Union[SessionStatus, _Mapping]] = ...) -> None: ...
+
+class SessionStatus(_message.Message):
+    __slots__ = ("id", "tokens", "saved", "resumed_tokens")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    tokens: int
+    saved: bool
+    resumed_tokens: int
+    def __init__(self, id: _Optional[str] = ..., tokens: _Optional[int] = ..., saved: bool = ..., resumed_tokens: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "replayed_steps")
@@ -319,8 +356,15 @@ class GetStatsResponse(_message.Message):
     def __init__(self, uptime_s: _Optional[float] = ..., requests_ok: _Optional[int] = ..., requests_failed: _Optional[_Mapping[str, int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., replayed_steps: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., ttft: _Optional[_Union[Quantiles, _Mapping]] = ..., tpot: _Optional[_Union[Quantiles, _Mapping]] = ..., step: _Optional[_Union[Quantiles, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., kv: _Optional[_Union[KvStatus, _Mapping]] = ..., mean_step: _Optional[_Union[StepTimings, _Mapping]] = ...) -> None: ...
 
 class KvStatus(_message.Message):
-    __slots__ = ("address", "up", "blocks_sent", "blocks_dropped", "blocks_waiting", "reconnects", "replicas", "prefix_loads", "blocks_loaded", "bytes_loaded", "prefix_misses", "prefix_skipped")
+    __slots__ = ("address", "up", "blocks_sent", "blocks_dropped", "blocks_waiting", "reconnects", "replicas", "prefix_loads", "blocks_loaded", "bytes_loaded", "prefix_misses", "prefix_skipped", "sessions", "session_records", "session_failures")
     class PrefixMissesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class SessionFailuresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -339,6 +383,9 @@ class KvStatus(_message.Message):
     BYTES_LOADED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_MISSES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_RECORDS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FAILURES_FIELD_NUMBER: _ClassVar[int]
     address: str
     up: bool
     blocks_sent: int
@@ -351,7 +398,10 @@ class KvStatus(_message.Message):
     bytes_loaded: int
     prefix_misses: _containers.ScalarMap[str, int]
     prefix_skipped: int
-    def __init__(self, address: _Optional[str] = ..., up: bool = ..., blocks_sent: _Optional[int] = ..., blocks_dropped: _Optional[int] = ..., blocks_waiting: _Optional[int] = ..., reconnects: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[KvReplica, _Mapping]]] = ..., prefix_loads: _Optional[int] = ..., blocks_loaded: _Optional[int] = ..., bytes_loaded: _Optional[int] = ..., prefix_misses: _Optional[_Mapping[str, int]] = ..., prefix_skipped: _Optional[int] = ...) -> None: ...
+    sessions: int
+    session_records: int
+    session_failures: _containers.ScalarMap[str, int]
+    def __init__(self, address: _Optional[str] = ..., up: bool = ..., blocks_sent: _Optional[int] = ..., blocks_dropped: _Optional[int] = ..., blocks_waiting: _Optional[int] = ..., reconnects: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[KvReplica, _Mapping]]] = ..., prefix_loads: _Optional[int] = ..., blocks_loaded: _Optional[int] = ..., bytes_loaded: _Optional[int] = ..., prefix_misses: _Optional[_Mapping[str, int]] = ..., prefix_skipped: _Optional[int] = ..., sessions: _Optional[int] = ..., session_records: _Optional[int] = ..., session_failures: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class KvReplica(_message.Message):
     __slots__ = ("address", "up", "blocks_sent", "blocks_dropped", "blocks_waiting", "reconnects")

@@ -84,11 +84,15 @@ class Background:
     """A stream read on a thread: `tokens` grow, then `error` or `finish` is set."""
 
     def __init__(self, router: Router, ids: Sequence[int], n: int, timeout: float = 60.0, **more: Any) -> None:
+        self.start(router.stub.Generate(request(ids, n, **more), timeout=timeout))
+
+    def start(self, call: Any) -> None:
+        """Reads a call's stream."""
         self.tokens: list[int] = []
         self.times: list[float] = []
         self.finish: Any = None
         self.error: grpc.RpcError | None = None
-        self.call = router.stub.Generate(request(ids, n, **more), timeout=timeout)
+        self.call = call
         self.thread = threading.Thread(target=self._read, daemon=True)
         self.thread.start()
 

@@ -1,0 +1,196 @@
+"""The writing thread against a scripted KV service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from forefetch.errors import ForefetchError, Mismatch, StaleEpoch, Unavailable
+from kv_service.client import SessionAck, SessionRecord, SessionState, Verdict
+from kv_service.store_sessions import Session
+from router_service import sessions as module
+from router_service.admission import Admitted, SamplingParams
+from router_service.journal import Turn
+from router_service.scheduler import Request
+from router_service.sessions import Sessions, name_of
+
+ADMITTED = Admitted((1, 2, 3), 50, False, SamplingParams(), (), frozenset(), "r")
+
+
+@dataclass(eq=False)
+class Service:
+    """A client whose service is this object. `verdicts`: answers to give instead of its own, one for each record."""
+
+    sessions: dict[str, Session] = field(default_factory=dict)
+    verdicts: list[Verdict] = field(default_factory=list)
+    away: bool = False
+    calls: list[int] = field(default_factory=list)
+    client: Any = None
+    address: str = "kv:1"
+
+    def __post_init__(self) -> None:
+        self.client = self
+
+    def of_session(self, name: str) -> Service:
+        return self
+
+    def get_session(self, name: str, claim: bool = False, timeout_s: float = 0.0) -> SessionState | None:
+        if not claim and name not in self.sessions:
+            return None
+        session = self.sessions.setdefault(name, Session())
+        session.epoch += claim
+        return SessionState(session.epoch, tuple(session.token_ids), (), session.state, b"", 0)
+
+    def append_session(self, name: str, epoch: int, record: SessionRecord, timeout_s: float) -> SessionAck:
+        (ack,) = self.append_sessions([(name, epoch, record)], timeout_s)
+        if ack.verdict is Verdict.STALE_EPOCH:
+            raise StaleEpoch("no")
+        return ack
+
+    def append_sessions(self, records: Sequence[tuple[str, int, SessionRecord]], timeout_s: float) -> list[SessionAck]:
+        if self.away:
+            raise Unavailable("gone")
+        self.calls.append(len(records))
+        acks = []
+        for name, epoch, record in records:
+            session = self.sessions.setdefault(name, Session())
+            verdict = self.verdicts.pop(0) if self.verdicts else session.verdict(epoch, record)
+            if verdict is Verdict.APPENDED:
+                session.apply(epoch, record)
+            acks.append(SessionAck(verdict, session.epoch, len(session.token_ids), 0))
+        return acks
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+@pytest.fixture
+def sessions(service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sessions]:
+    monkeypatch.setattr(module, "END_S", 0.2)
+    made = Sessions(service, lag_s=0.02)  # type: ignore[arg-type]
+    yield made
+    made.close()
+    assert not made._writer.is_alive()
+    assert made.live == 0
+
+
+def begin(sessions: Sessions, name: str = "s") -> module.Live:
+    state = sessions.claim(name, 1.0)
+    request = Request(1, "r", ADMITTED.prompt, ADMITTED, arrival=0.0)
+    live = sessions.prepare(name, state.epoch, request, Turn.of("m", "float32", ADMITTED), 0)
+    sessions.open(live, 1.0)
+    return live
+
+
+def until(condition: Callable[[], Any]) -> None:
+    limit = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.002)
+
+
+def test_the_beginning_is_logged_before_anything_is_computed(sessions: Sessions, service: Service) -> None:
+    begin(sessions)
+    assert service.sessions["s"].token_ids == [1, 2, 3]
+    assert Turn.decode(service.sessions["s"].state).prompt == 3
+
+
+def test_tokens_follow_within_the_lag_many_sessions_in_a_call(sessions: Sessions, service: Service) -> None:
+    lives = [begin(sessions, f"s{i}") for i in range(5)]
+    for live in lives:
+        live.request.tokens.extend([7, 8])
+    until(lambda: all(service.sessions[live.name].token_ids == [1, 2, 3, 7, 8] for live in lives))
+    assert max(service.calls) > 1
+    quiet = len(service.calls)
+    time.sleep(0.1)
+    assert len(service.calls) == quiet, "nothing new, nothing written"
+
+
+def test_the_end_is_written_at_once_and_told(sessions: Sessions, service: Service) -> None:
+    live = begin(sessions)
+    live.request.tokens.append(9)
+    assert sessions.finish(live, "LENGTH", "").result(5) is True
+    assert service.sessions["s"].token_ids == [1, 2, 3, 9]
+    assert Turn.decode(service.sessions["s"].state).reason == "LENGTH"
+    assert sessions.live == 0
+    sessions.leave(live)
+
+
+def test_whoever_left_early_leaves_the_answer_unfinished(sessions: Sessions, service: Service) -> None:
+    live = begin(sessions)
+    live.request.tokens.append(9)
+    assert sessions.leave(live).result(5) is True
+    assert Turn.decode(service.sessions["s"].state).reason == ""
+
+
+def test_a_session_taken_over_ends_its_request(sessions: Sessions, service: Service) -> None:
+    fenced: list[tuple[Request, ForefetchError]] = []
+    sessions.fence = lambda request, error: fenced.append((request, error))
+    live = begin(sessions)
+    sessions.claim("s", 1.0)
+    live.request.tokens.append(9)
+    until(lambda: fenced)
+    assert fenced[0][0] is live.request
+    assert isinstance(fenced[0][1], Mismatch)
+    assert service.sessions["s"].token_ids == [1, 2, 3]
+    assert sessions.finish(live, "LENGTH", "").result(5) is False
+    assert sessions.counts.failures["stale"] == 1
+
+
+def test_a_claim_between_claim_and_beginning_is_noticed(sessions: Sessions, service: Service) -> None:
+    state = sessions.claim("s", 1.0)
+    sessions.claim("s", 1.0)
+    request = Request(1, "r", ADMITTED.prompt, ADMITTED, arrival=0.0)
+    live = sessions.prepare("s", state.epoch, request, Turn.of("m", "float32", ADMITTED), 0)
+    with pytest.raises(StaleEpoch, match="session"):
+        sessions.open(live, 1.0)
+    assert sessions.live == 0
+
+
+def test_a_service_that_was_away_gets_everything_and_one_that_stays_away_is_told_of(
+    sessions: Sessions, service: Service
+) -> None:
+    live = begin(sessions)
+    service.away = True
+    live.request.tokens.extend([7, 8])
+    time.sleep(0.1)
+    service.away = False
+    service.sessions.clear()  # and it lost everything
+    until(lambda: "s" in service.sessions and service.sessions["s"].token_ids == [1, 2, 3, 7, 8])
+    assert Turn.decode(service.sessions["s"].state).prompt == 3
+    service.away = True
+    live.request.tokens.append(9)
+    assert sessions.finish(live, "LENGTH", "").result(5) is False
+    assert sessions.counts.failures["unavailable"] == 1
+
+
+@pytest.mark.parametrize(("verdict", "name"), [(Verdict.CONFLICT, "conflict"), (Verdict.NO_ROOM, "unavailable")])
+def test_a_log_that_refuses_is_counted_and_costs_no_busy_loop(
+    verdict: Verdict, name: str, sessions: Sessions, service: Service
+) -> None:
+    live = begin(sessions)
+    service.verdicts = [verdict] * 1000
+    live.request.tokens.append(9)
+    assert sessions.finish(live, "LENGTH", "").result(5) is False
+    assert sessions.counts.failures[name] == 1
+    assert len(service.calls) < 50
+
+
+def test_a_caller_who_goes_before_the_beginning_is_written_is_not_followed(sessions: Sessions, service: Service) -> None:
+    state = sessions.claim("s", 1.0)
+    request = Request(1, "r", ADMITTED.prompt, ADMITTED, arrival=0.0)
+    live = sessions.prepare("s", state.epoch, request, Turn.of("m", "float32", ADMITTED), 0)
+    sessions.leave(live)
+    sessions.open(live, 1.0)
+    assert sessions.live == 0
+
+
+def test_tenants_have_names_of_their_own() -> None:
+    assert len({name_of(tenant, "s") for tenant in ("", "a", "b", "a/s")}) == 4
+    assert len(name_of("t" * 500, "s" * 96)) <= 128
