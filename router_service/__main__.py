@@ -49,7 +49,7 @@ async def serve(config: RouterConfig) -> None:
     recorder.metrics.export(status.stats)
     SpanMetrics(registry, recorder.exporter)
     reader = Reader(limits, Text.load(Path(config.model)))
-    conversations = build.conversations(config, checkpoint.digest, placement, reader, kv)
+    conversations = build.conversations(checkpoint.digest, reader, kv)
     if kv is not None:
         kv.sessions.fence = engine.fail
     servicer = RouterServicer(engine, reader, conversations, recorder, status)

@@ -144,8 +144,6 @@ def kv(
     cache, replicas = trunk.cache, Replicas(config.kv_addresses(), rpc.tls_of(config))
     kv_format, params = str(cache.dtype).removeprefix("torch."), f"computed in {trunk.dtype}"
     params += "" if config.experts == "stored" else f" with {config.experts} experts"
-    # Segments are named differently from whole chains: routers that cut must not meet blocks of routers that do not.
-    params += " cut" if len(replicas.all) > 1 else ""
     handover = Handover(
         replicas,
         block_bytes=cache.block_bytes,
@@ -159,10 +157,11 @@ def kv(
     return KvSide(naming, replicas, handover, prefix, Sessions(replicas, config.session_lag_s), pool)
 
 
-def conversations(config: RouterConfig, digest: str, placement: Placement, reader: Reader, kv: KvSide | None) -> Conversations:
+def conversations(digest: str, reader: Reader, kv: KvSide | None) -> Conversations:
     """Sessions, as the API's side sees them."""
-    kv_format = str(placement.kv_dtype).removeprefix("torch.")
-    return Conversations(kv.sessions if kv else None, reader, digest, kv_format)
+    if kv is None:
+        return Conversations(None, reader, digest, "")
+    return Conversations(kv.sessions, reader, digest, f"{kv.naming.kv_format}, {kv.naming.params}")
 
 
 def dispatch(config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, placement: Placement) -> Dispatch:

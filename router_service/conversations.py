@@ -41,12 +41,12 @@ class Opened:
 
 @dataclass(frozen=True)
 class Conversations:
-    """`sessions` is None without a KV service. `model`, `kv_format`: what answers are computed with here."""
+    """`sessions` is None without a KV service. `model`, `arithmetic`: what answers are computed with here, and how (KV format, types, experts)."""
 
     sessions: Sessions | None
     reader: Reader
     model: str
-    kv_format: str
+    arithmetic: str
 
     async def open(self, request: router_pb2.GenerateRequest, tenant: str, left_s: float | None) -> Opened:
         """Checks the request and claims its session, if it has one. Raises BadRequest, NotFound, Mismatch, Unavailable."""
@@ -82,7 +82,7 @@ class Conversations:
         state = await self._claim(name, left_s)
         if state.token_ids != tuple(before):  # somebody wrote between the look and the claim
             raise Mismatch("session.id: the session is being used by another request")
-        turn = Turn.of(self.model, self.kv_format, admitted)
+        turn = Turn.of(self.model, self.arithmetic, admitted)
         return Opened(admitted, (), 0, request.session.id, name, state.epoch, turn, len(before))
 
     async def _resume(
@@ -103,9 +103,9 @@ class Conversations:
         """The request that began the last turn, and the tokens of its answer that need not be generated again."""
         turn, limit = Turn.decode(state.state), self.reader.limits.context
         self._same_model(turn)
-        if turn.kv_format != self.kv_format:
+        if turn.arithmetic != self.arithmetic:
             raise Mismatch(
-                f"session.id: its answer was begun with K and V in {turn.kv_format}; this router keeps {self.kv_format}"
+                f"session.id: its answer was begun with K and V in {turn.arithmetic}; this router keeps {self.arithmetic}"
             )
         if turn.prompt + turn.max_tokens > limit:
             raise Mismatch(

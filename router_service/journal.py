@@ -23,11 +23,11 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The last answer of a session. `model`, `kv_format`: what it is computed with; `prompt`: tokens of the conversation before
+    """The last answer of a session. `model`, `arithmetic`: what it is computed with, and how; `prompt`: tokens of the conversation before
     it; `reason`, `stop_string`: how it ended, "" while it has not."""
 
     model: str
-    kv_format: str
+    arithmetic: str
     prompt: int
     max_tokens: int
     context_limited: bool
@@ -38,11 +38,11 @@ class Turn:
     stop_string: str = ""
 
     @classmethod
-    def of(cls, model: str, kv_format: str, admitted: Admitted) -> Turn:
+    def of(cls, model: str, arithmetic: str, admitted: Admitted) -> Turn:
         """The turn that a request begins."""
         return cls(
             model,
-            kv_format,
+            arithmetic,
             len(admitted.prompt),
             admitted.max_tokens,
             admitted.context_limited,

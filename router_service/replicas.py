@@ -29,6 +29,12 @@ class Replica:
         """A connection of its own, so that bulk transfers do not queue in front of others' calls."""
         return KvClient(self.address, self._tls)
 
+    def held(self, keys: Sequence[Key], timeout_s: float, metadata: Metadata = ()) -> int:
+        """How many of the keys, from the first on, it holds. Unavailable at once while its heartbeat fails."""
+        if not self.up:
+            raise Unavailable(f"KV service {self.address} is away")
+        return self.client.look_up(keys, timeout_s, metadata)
+
     def is_up(self, up: bool, reason: str = "") -> None:
         """What a call found."""
         if up != self.up:
@@ -58,18 +64,23 @@ class Replicas:
         return [(self.all[owner(run[0].digest, self.addresses)], run) for run in runs]
 
     def look_up(self, keys: Sequence[Key], timeout_s: float, metadata: Metadata = ()) -> int:
-        """How many of a chain of keys, from the first on, are held. Raises what a call raises before any hit."""
-        held = 0
+        """How many of a chain of keys, from the first on, are held. One call for each service that may hold some. Raises what a
+        call raises when nothing can be said of the first block."""
+        wanted: dict[Replica, list[int]] = {}  # positions in the chain, in the order in which services first come
+        at = 0
         for replica, run in self.runs(keys):
+            wanted.setdefault(replica, []).extend(range(at, at + len(run)))
+            at += len(run)
+        held = len(keys)
+        for replica, positions in wanted.items():
             try:
-                if not replica.up:
-                    raise Unavailable(f"KV service {replica.address} is away")
-                found = replica.client.look_up(run, timeout_s, metadata)
+                found = replica.held([keys[position] for position in positions], timeout_s, metadata)
             except ForefetchError:
-                if not held:
+                if positions[0] == 0:
                     raise
-                break
-            held += found
-            if found < len(run):
+                found = 0
+            if found < len(positions):
+                held = min(held, positions[found])
+            if not held:
                 break
         return held

@@ -97,7 +97,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 def test_the_beginning_is_logged_before_anything_is_computed(sessions: Sessions, service: Service) -> None:
     begin(sessions)
-    assert service.sessions["s"].token_ids == [1, 2, 3]
+    assert list(service.sessions["s"].token_ids) == [1, 2, 3]
     assert Turn.decode(service.sessions["s"].state).prompt == 3
 
 
@@ -105,7 +105,7 @@ def test_tokens_follow_within_the_lag_many_sessions_in_a_call(sessions: Sessions
     lives = [begin(sessions, f"s{i}") for i in range(5)]
     for live in lives:
         live.request.tokens.extend([7, 8])
-    until(lambda: all(service.sessions[live.name].token_ids == [1, 2, 3, 7, 8] for live in lives))
+    until(lambda: all(list(service.sessions[live.name].token_ids) == [1, 2, 3, 7, 8] for live in lives))
     assert max(service.calls) > 1
     quiet = len(service.calls)
     time.sleep(0.1)
@@ -116,7 +116,7 @@ def test_the_end_is_written_at_once_and_told(sessions: Sessions, service: Servic
     live = begin(sessions)
     live.request.tokens.append(9)
     assert sessions.finish(live, "LENGTH", "").result(5) is True
-    assert service.sessions["s"].token_ids == [1, 2, 3, 9]
+    assert list(service.sessions["s"].token_ids) == [1, 2, 3, 9]
     assert Turn.decode(service.sessions["s"].state).reason == "LENGTH"
     assert sessions.live == 0
     sessions.leave(live)
@@ -138,7 +138,7 @@ def test_a_session_taken_over_ends_its_request(sessions: Sessions, service: Serv
     until(lambda: fenced)
     assert fenced[0][0] is live.request
     assert isinstance(fenced[0][1], Mismatch)
-    assert service.sessions["s"].token_ids == [1, 2, 3]
+    assert list(service.sessions["s"].token_ids) == [1, 2, 3]
     assert sessions.finish(live, "LENGTH", "").result(5) is False
     assert sessions.counts.failures["stale"] == 1
 
@@ -162,7 +162,7 @@ def test_a_service_that_was_away_gets_everything_and_one_that_stays_away_is_told
     time.sleep(0.1)
     service.away = False
     service.sessions.clear()  # and it lost everything
-    until(lambda: "s" in service.sessions and service.sessions["s"].token_ids == [1, 2, 3, 7, 8])
+    until(lambda: "s" in service.sessions and list(service.sessions["s"].token_ids) == [1, 2, 3, 7, 8])
     assert Turn.decode(service.sessions["s"].state).prompt == 3
     service.away = True
     live.request.tokens.append(9)
