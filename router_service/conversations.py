@@ -41,7 +41,8 @@ class Opened:
 
 @dataclass(frozen=True)
 class Conversations:
-    """`sessions` is None without a KV service. `model`, `arithmetic`: what answers are computed with here, and how (KV format, types, experts)."""
+    """`sessions` is None without a KV service. `model`: what answers are computed with here; `arithmetic`: in which KV format,
+    types and experts."""
 
     sessions: Sessions | None
     reader: Reader
@@ -104,9 +105,7 @@ class Conversations:
         turn, limit = Turn.decode(state.state), self.reader.limits.context
         self._same_model(turn)
         if turn.arithmetic != self.arithmetic:
-            raise Mismatch(
-                f"session.id: its answer was begun with K and V in {turn.arithmetic}; this router keeps {self.arithmetic}"
-            )
+            raise Mismatch(f"session.id: its answer was begun in {turn.arithmetic}; this router computes in {self.arithmetic}")
         if turn.prompt + turn.max_tokens > limit:
             raise Mismatch(
                 f"session.id: its answer may reach {turn.prompt + turn.max_tokens} tokens; this router's context is {limit}"

@@ -23,8 +23,8 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The last answer of a session. `model`, `arithmetic`: what it is computed with, and how; `prompt`: tokens of the conversation before
-    it; `reason`, `stop_string`: how it ended, "" while it has not."""
+    """The last answer of a session. `model`, `arithmetic`: what it is computed with, and how; `prompt`: tokens of the
+    conversation before it; `reason`, `stop_string`: how it ended, "" while it has not."""
 
     model: str
     arithmetic: str
