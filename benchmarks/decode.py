@@ -14,7 +14,7 @@ import argparse
 import gc
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ class Rig:
     max_batch: int
     context: int
     tokens: int
+    host: list[tuple[float, ...]] = field(default_factory=list)  # seconds of each step: filling, launching, waiting
 
     def __post_init__(self) -> None:
         device = torch.device("cuda")
@@ -95,9 +96,12 @@ def steps(rig: Rig, batch: int, context: int, count: int) -> Iterator[float]:
         began = time.perf_counter()
         plan = Plan(tuple(Chunk(request, request.computed, 1) for request in requests), ())
         filled = rig.buffers.fill(step, plan)
+        placed = time.perf_counter()
         logits = trunk.forward(filled, None, None)  # type: ignore[arg-type]
+        launched = time.perf_counter()
         sampled = sample(logits, greedy, [len(request.tokens) for request in requests])
-        yield time.perf_counter() - began
+        yield (ended := time.perf_counter()) - began
+        rig.host.append((placed - began, launched - placed, ended - launched))
         for request, token in zip(requests, sampled.ids, strict=True):
             if request.computed + 1 < context + PAGE:
                 request.tokens.append(token)
@@ -194,6 +198,8 @@ def main() -> None:
         p50, p99 = (times[int(share * (len(times) - 1))] * 1e3 for share in (0.5, 0.99))
         limit = step_bytes(rig, batch, arguments.context) / speed * 1e3
         print(f"batch {batch:3} context {arguments.context}: p50 {p50:.2f} ms, p99 {p99:.2f} ms, bytes allow {limit:.2f} ms")
+        fill, launch, wait = (float(np.median(part)) * 1e3 for part in zip(*rig.host[-arguments.steps // 2 :], strict=True))
+        print(f"  on the host: filling {fill:.2f} ms, launching {launch:.2f} ms, waiting and sampling {wait:.2f} ms")
         if arguments.profile:
             profile(rig, batch, arguments.context)
         case = f"{arguments.model} {arguments.experts} experts, bfloat16 KV, batch {batch}, context {arguments.context}"

@@ -15,7 +15,7 @@ import torch
 
 from forefetch.kernels.attention import ChunkPlan, PagedPlan
 from router_service.pages import SCRATCH
-from router_service.scheduler import Plan
+from router_service.scheduler import Chunk, Plan
 
 
 @dataclass(frozen=True)
@@ -80,19 +80,18 @@ class StepBuffers:
         # Lengths of all rows, then their pages: one copy brings what a step uses of it.
         self._paged_host = torch.zeros(max_batch * (1 + max_pages) if paged else 0, dtype=torch.int32, pin_memory=pinned)
         self._paged = self._paged_host if not pinned else torch.zeros_like(self._paged_host, device=device)
+        self._tabled: list[tuple[int, ...]] = [()] * max_batch  # whose pages each row of the table holds
+        self._stale = False  # the device's table is behind
 
     def fill(self, step: int, plan: Plan, trace: bytes = b"") -> StepBatch:
         """The plan as tensors; they are valid until the next fill."""
-        rows, table = self._rows_host.numpy(), self._table.numpy()
-        at, prefills, logit_rows = 0, [], []
-        for index, chunk in enumerate(plan.chunks):
+        rows = self._rows_host.numpy()
+        self._place_decodes(plan)
+        at, prefills, logit_rows = len(plan.decodes), [], [row for row, chunk in enumerate(plan.decodes) if chunk.samples]
+        for chunk in plan.prefills:
             end = at + chunk.count
-            pages = chunk.request.pages
-            self._place(rows[:, at:end], chunk.request.tokens, pages, chunk.start)
-            if index < len(plan.decodes):
-                table[index, : len(pages)] = pages
-            else:
-                prefills.append(PrefillRows(at, chunk.count, chunk.start, list(pages)))
+            self._place(rows[:, at:end], chunk)
+            prefills.append(PrefillRows(at, chunk.count, chunk.start, list(chunk.request.pages)))
             if chunk.samples:
                 logit_rows.append(end - 1)
             at = end
@@ -103,32 +102,43 @@ class StepBuffers:
         batch = self._batch(step, plan, at, padded, tuple(prefills), len(logit_rows))
         if len(self._paged):
             lengths = batch.lengths if prefills else [*batch.lengths, *[0] * (padded - at)]
-            batch = replace(batch, paged=self._page_plan(lengths, batch.page_table))
+            batch = replace(batch, paged=self._page_plan(lengths))
             batch = batch if prefills else replace(batch, decodes=padded)
         return replace(batch, trace=trace) if trace else batch
 
-    def _page_plan(self, lengths: list[int], table: torch.Tensor) -> PagedPlan:
-        """lengths [b] and the pages [n <= b, w] of the first rows -> both on the device, at addresses that never change."""
+    def _page_plan(self, lengths: list[int]) -> PagedPlan:
+        """lengths [b] and the first b rows of the table, on the device at addresses that never change."""
         count, width = len(lengths), self._table.shape[1]
         host = self._paged_host.numpy()
         host[:count] = lengths
-        pages = host[self.max_batch :].reshape(self.max_batch, width)
-        pages[: len(table), : table.shape[1]] = table.numpy()
         used = self.max_batch + count * width
+        changed = self.max_batch
+        if self._stale:
+            self._stale, changed = False, len(host)
+            host[self.max_batch :] = self._table.numpy().ravel()
         if self._paged is not self._paged_host:
-            self._paged[:used].copy_(self._paged_host[:used], non_blocking=True)
+            self._paged[:changed].copy_(self._paged_host[:changed], non_blocking=True)
         return PagedPlan(self._paged[self.max_batch : used].view(count, width), self._paged[:count])
 
-    def _place(self, rows: np.ndarray, tokens: list[int], pages: tuple[int, ...], start: int) -> None:
-        """Fills ids, positions and slots of one chunk."""
-        count = rows.shape[1]
-        if count == 1:  # the decode row: plain integers beat numpy here
-            rows[0, 0], rows[1, 0] = tokens[start], start
-            rows[2, 0] = pages[start // self.page_size] * self.page_size + start % self.page_size
-            return
-        positions = np.arange(start, start + count)
-        rows[0], rows[1] = tokens[start : start + count], positions
-        rows[2] = np.asarray(pages)[positions // self.page_size] * self.page_size + positions % self.page_size
+    def _place_decodes(self, plan: Plan) -> None:
+        """Fills ids, positions and slots of the decode rows, and the table where a row has another request than before."""
+        size, decodes = self.page_size, plan.decodes
+        for row, chunk in enumerate(decodes):
+            pages = chunk.request.pages
+            if self._tabled[row] is not pages:
+                self._table.numpy()[row, : len(pages)] = pages
+                self._tabled[row], self._stale = pages, True
+        starts = [chunk.start for chunk in decodes]
+        ids = [chunk.request.tokens[chunk.start] for chunk in decodes]
+        slots = [chunk.request.pages[chunk.start // size] * size + chunk.start % size for chunk in decodes]
+        self._rows_host.numpy()[:3, : len(decodes)] = ids, starts, slots
+
+    def _place(self, rows: np.ndarray, chunk: Chunk) -> None:
+        """Fills ids, positions and slots of a prompt's chunk."""
+        positions = np.arange(chunk.start, chunk.start + chunk.count)
+        rows[0], rows[1] = chunk.request.tokens[chunk.start : chunk.start + chunk.count], positions
+        pages = np.asarray(chunk.request.pages)
+        rows[2] = pages[positions // self.page_size] * self.page_size + positions % self.page_size
 
     def _batch(
         self, step: int, plan: Plan, tokens: int, padded: int, prefills: tuple[PrefillRows, ...], sampled: int

@@ -67,17 +67,15 @@ class LayoutBuffers(StepBuffers):
 
     def _mixed(self, step: int, plan: Plan, decodes: int, prompt: int) -> StepBatch:
         """A plan in a layout that it fits."""
-        rows, table = self._rows_host.numpy(), self._table.numpy()
+        rows = self._rows_host.numpy()
         total, at = decodes + prompt, decodes
         rows[:, :total] = 0
         rows[2, :total] = SCRATCH * self.page_size
         rows[3, :decodes] = range(decodes)
-        for index, chunk in enumerate(plan.decodes):
-            self._place(rows[:3, index : index + 1], chunk.request.tokens, chunk.request.pages, chunk.start)
-            table[index, : len(chunk.request.pages)] = chunk.request.pages
+        self._place_decodes(plan)
         prefills, picks = [], list(range(len(plan.decodes)))
         for index, chunk in enumerate(plan.prefills):
-            self._place(rows[:3, at : at + chunk.count], chunk.request.tokens, chunk.request.pages, chunk.start)
+            self._place(rows[:, at : at + chunk.count], chunk)
             prefills.append(PrefillRows(at, chunk.count, chunk.start, list(chunk.request.pages)))
             at += chunk.count
             rows[3, decodes + index] = at - 1
@@ -86,7 +84,7 @@ class LayoutBuffers(StepBuffers):
         chosen = decodes + (CHUNKS if prompt else 0)
         batch = self._batch(step, plan, at, total, tuple(prefills), chosen)
         lengths = [*batch.lengths, *[0] * (decodes - len(batch.lengths))]
-        paged = self._page_plan(lengths, batch.page_table)
+        paged = self._page_plan(lengths)
         chunked = self._chunk_plan(prefills, decodes, prompt) if prompt else None
         return replace(batch, decodes=decodes, paged=paged, chunked=chunked, picks=self._picks(picks))
 
