@@ -91,7 +91,7 @@ def resident(
 
     everything = range(spec.num_experts)
     place = {"device": device, "dtype": dtype, "max_rows": max_rows, "on_progress": on_progress}
-    return PackedExperts(spec, checkpoint, everything, packed_format(spec, kind), **place)  # type: ignore[arg-type]
+    return PackedExperts(spec, checkpoint, everything, packed_format(spec, kind, dtype, device), **place)  # type: ignore[arg-type]
 
 
 def resident_of(link: Link | None) -> PackedExperts | None:

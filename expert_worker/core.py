@@ -213,7 +213,7 @@ def load(config: ExpertConfig, on_progress: Callable[[int, int], None] = lambda 
         kind = cast(Kind, str(dtype).removeprefix("torch.") if config.experts == "stored" else config.experts)
         how = {"device": device, "dtype": dtype, "max_rows": config.max_rows, "on_progress": on_progress}
         shard = held[spec.moe_layers[0]]
-        experts = PackedExperts(spec, checkpoint, shard, packed_format(spec, kind), **how)  # type: ignore[arg-type]
+        experts = PackedExperts(spec, checkpoint, shard, packed_format(spec, kind, dtype, device), **how)  # type: ignore[arg-type]
     else:
         experts = Experts(spec, checkpoint, held, storage, device=device, dtype=dtype, on_progress=on_progress)
     info = WorkerInfo(

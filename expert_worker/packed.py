@@ -24,9 +24,12 @@ from forefetch.weights import Checkpoint, load_expert
 from forefetch.wire import LayerCall, Verified
 
 
-def packed_format(spec: ModelSpec, kind: Kind) -> ExpertFormat:
-    """How experts of these sizes are best packed for a GPU."""
-    return ExpertFormat(kind)
+def packed_format(spec: ModelSpec, kind: Kind, dtype: torch.dtype, device: torch.device) -> ExpertFormat:
+    """How experts of these sizes are best packed: int4 in the order of Hopper's tensor-core operands where that has a kernel."""
+    whole = spec.hidden_size % 128 == 0 and spec.expert_width % 128 == 0
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    fragment = kind == "int4" and whole and hopper and dtype.itemsize == 2
+    return ExpertFormat(kind, order="fragment" if fragment else "natural")
 
 
 class PackedExperts:
@@ -71,6 +74,10 @@ class PackedExperts:
     def copied(self) -> Copied:
         """Nothing ever is."""
         return Copied()
+
+    def check(self) -> None:
+        """RuntimeError when a call since the last check went wrong on the device. Waits for it."""
+        self._scratch.check()
 
     @property
     def weight_bytes(self) -> int:

@@ -95,6 +95,8 @@ class CapturedTrunk:
         """See Model."""
         if not self._replayed:
             return self.trunk.timed(stamps, began_ns, forwarded_ns, ended_ns)
+        if self._marked:
+            self._decoder.experts.check()
         return self._clock.tell(stamps, began_ns, ended_ns, self._marked)
 
 

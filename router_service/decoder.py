@@ -32,6 +32,9 @@ class Resident(Protocol):
     def settle(self, idle: Tensor) -> None:
         """All layers of a step were routed: takes its pairs into account, but for idle rows [T, 1]."""
 
+    def check(self) -> None:
+        """RuntimeError when something went wrong on the device since the last check; waits for the device."""
+
 
 # mark(layer, part): a point in time of the device; parts as in PARTS.
 Mark = Callable[[int, int], None]

@@ -23,7 +23,7 @@ ROWS = 5
 def make(kind: Kind, device: str, held: tuple[int, ...] = tuple(range(6))) -> tuple[ModelSpec, PackedExperts]:
     spec, checkpoint = open_model(f"synthetic:qwen3-30b-a3b,{SMALL}", allow_synthetic=True)
     place = {"device": torch.device(device), "dtype": torch.float32, "max_rows": 8}
-    return spec, PackedExperts(spec, checkpoint, held, packed_format(spec, kind), **place)  # type: ignore[arg-type]
+    return spec, PackedExperts(spec, checkpoint, held, packed_format(spec, kind, torch.float32, torch.device(device)), **place)  # type: ignore[arg-type]
 
 
 def weights_of(spec: ModelSpec, experts: PackedExperts, layer: int) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,9 @@ class PlainResident:
     def route(self, layer: int, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return self.run(layer, x, *choose(logits, self._spec.top_k, self._spec.gate_rule, self._spec.renormalise))
 
+    def check(self) -> None:
+        """Nothing goes wrong here."""
+
     def settle(self, idle: torch.Tensor) -> None:
         """Nobody asks for the load."""
 
