@@ -25,7 +25,7 @@ from forefetch.wire import LayerCall, Verified
 
 
 def packed_format(spec: ModelSpec, kind: Kind, dtype: torch.dtype, device: torch.device) -> ExpertFormat:
-    """How experts of these sizes are best packed: int4 in the order of Hopper's tensor-core operands where that has a kernel."""
+    """How experts of these sizes are packed: int4 in the order of Hopper's tensor-core operands where that has a kernel."""
     whole = spec.hidden_size % 128 == 0 and spec.expert_width % 128 == 0
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     fragment = kind == "int4" and whole and hopper and dtype.itemsize == 2
