@@ -77,6 +77,12 @@ class ClusterConfig(Config):
         round weights, and are named in every answer as an approximation.""",
         choices=("stored", "int8", "int4"),
     )
+    hints: str = setting(
+        "auto",
+        """Naming the experts of later layers to workers ahead of time. auto: while some worker has fewer slots than experts.
+        The router's --help says more.""",
+        choices=("auto", "plain", "attention", "off"),
+    )
     port: int = setting(50051, "Port of the router on loopback; 0 takes a free one.")
     metrics_port: int = setting(0, "Port on loopback for the router's /metrics (Prometheus). 0: not served.")
     kv: bool = setting(True, "Start a KV service, which keeps sealed KV blocks beyond the router's life.")
@@ -199,6 +205,7 @@ class Cluster:
             f"--experts={config.experts}",
             f"--workers={workers}",
             f"--kv-format={config.kv_format}",
+            f"--hints={config.hints}",
             f"--drain-s={DRAIN_S}",
         ]
         if config.kv:

@@ -47,6 +47,8 @@ class StepTimings:
     sampling_ms: float
     batch: int
     tokens: int
+    lookahead_ms: float = 0.0
+    lookahead_hidden_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +234,11 @@ def event(response: router_pb2.GenerateResponse, at_ms: float) -> Event:
 
 
 _PARTS = ("total", "attention", "gate", "link", "expert", "copy_wait", "queue", "combine", "sampling")
+_LOOKAHEAD = ("lookahead", "lookahead_hidden")
 
 
 def _timings(message: router_pb2.StepTimings) -> StepTimings:
-    parts = {f"{part}_ms": getattr(message, f"{part}_ns") / 1e6 for part in _PARTS}
+    parts = {f"{part}_ms": getattr(message, f"{part}_ns") / 1e6 for part in (*_PARTS, *_LOOKAHEAD)}
     return StepTimings(**parts, batch=message.batch, tokens=message.tokens)
 
 

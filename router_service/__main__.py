@@ -43,9 +43,22 @@ async def serve(config: RouterConfig) -> None:
     registry = new_registry()
     recorder = _recorder(config, spec, dispatch.workers, registry)
     kv = build.kv(config, spec, checkpoint.digest, trunk, scheduler.pool, recorder.exporter) if config.kv else None
-    parts = Parts(trunk, build.buffers(config, sizes, placement), dispatch, dispatch.workers, scheduler, recorder, kv)
+    hints = build.hints(config, trunk, checkpoint.digest, dispatch)
+    parts = Parts(trunk, build.buffers(config, sizes, placement), dispatch, dispatch.workers, scheduler, recorder, kv, hints)
     engine = Engine(parts, Deliverer(asyncio.get_running_loop()), config.worker_grace_s)
-    status = Status(config, spec, checkpoint.digest, placement, limits, scheduler, dispatch.workers, recorder.metrics, kv)
+    status = Status(
+        config,
+        spec,
+        checkpoint.digest,
+        placement,
+        limits,
+        scheduler,
+        dispatch.workers,
+        recorder.metrics,
+        kv,
+        hints,
+        recorder.ring,
+    )
     recorder.metrics.export(status.stats)
     SpanMetrics(registry, recorder.exporter)
     reader = Reader(limits, Text.load(Path(config.model)))
@@ -72,6 +85,8 @@ async def serve(config: RouterConfig) -> None:
     finally:
         await server.stop()
         dispatch.workers.close()
+        if hints is not None:
+            hints.close()
         if kv is not None:
             kv.close(timeout_s=2.0)
         recorder.exporter.close()

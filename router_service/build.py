@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from expert_worker import client as expert
 from forefetch import rpc
 from forefetch.device import place
-from forefetch.errors import ConfigError
+from forefetch.errors import ConfigError, Mismatch
 from forefetch.spec import ModelSpec, read_json
 from forefetch.telemetry.spans import Exporter
 from forefetch.weights import Checkpoint
@@ -25,8 +26,12 @@ from router_service.conversations import Conversations
 from router_service.cost import FetchCost
 from router_service.dispatch import Dispatch
 from router_service.handover import Handover
+from router_service.hints import Hints
 from router_service.kv import KvSide
 from router_service.layouts import LayoutBuffers
+from router_service.lookahead import store
+from router_service.lookahead.estimate import Estimator
+from router_service.lookahead.heads import Lookahead
 from router_service.naming import Naming
 from router_service.pages import PagePool
 from router_service.prefix import Prefix
@@ -35,6 +40,8 @@ from router_service.scheduler import Scheduler
 from router_service.sessions import Sessions
 from router_service.trunk import Model, Trunk
 from router_service.workers import Workers
+
+log = logging.getLogger("forefetch.router")
 
 PROMPT_ROWS = (64, 256)
 """Prompt rows that recorded steps are padded to, besides --max-step-tokens."""
@@ -168,6 +175,25 @@ def dispatch(config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, plac
     """The table of workers, already connecting, and the dispatch over it."""
     addresses = config.addresses() or ("local",)
     return Dispatch(Workers(spec, addresses, _connector(config, spec, checkpoint, placement)), config.step_timeout_s)
+
+
+def hints(config: RouterConfig, trunk: Trunk, digest: str, dispatch: Dispatch) -> Hints | None:
+    """What sends hints, with trained heads where lookahead.safetensors has them. None when they are off.
+
+    Mismatch for a file that does not fit the checkpoint, unless --hints is auto: then later layers' own gates do.
+    """
+    if config.hints == "off":
+        return None
+    try:
+        trained = store.find(Path(config.model), digest, trunk.spec.moe_layers)
+    except Mismatch as error:
+        if config.hints != "auto":
+            raise
+        log.warning("lookahead without trained heads: %s", error)
+        trained = None
+    heads = Lookahead(trunk, Estimator(trunk, {}), {}) if trained is None else trained.on(trunk)
+    mode = "plain" if config.hints == "auto" else config.hints
+    return Hints(heads, dispatch, mode=mode, always=config.hints != "auto", trained=trained is not None)
 
 
 def _connector(

@@ -121,6 +121,14 @@ class RouterConfig(ServiceConfig):
         """Most MiB of sealed blocks waiting for the KV service. Blocks beyond it are dropped and counted; steps never
         wait.""",
     )
+    hints: str = setting(
+        "auto",
+        """Naming the experts of the next two layers to workers, so that these can copy them in time. Answers do not depend on
+        it. plain: heads alone. attention: the attention of the layers ahead is run on estimates, which is much surer and costs
+        about as much again as all attention and gates of the step. auto: plain, and only while some worker has fewer slots than
+        experts; without copies there is nothing to gain. plain and attention also run, and are counted, without.""",
+        choices=("auto", "plain", "attention", "off"),
+    )
     batch_buckets: str = setting(
         "auto",
         """Row counts that steps are padded to, ascending, comma separated, so that device buffers keep a few fixed
@@ -134,7 +142,7 @@ class RouterConfig(ServiceConfig):
     )
     threads: int = setting(0, "CPU threads for tensor arithmetic. 0: as many as PyTorch finds cores.")
     trace_steps: int = setting(
-        1024, """Steps whose timings are kept for `forefetch trace`. Memory: 40 bytes x steps x layers x (1 + workers)."""
+        1024, """Steps whose timings are kept for `forefetch trace`. Memory: steps x layers x (128 + 88 x workers) bytes."""
     )
     trace_requests: int = setting(1024, "Finished requests that `forefetch trace` can still show.")
 

@@ -41,6 +41,7 @@ class Dispatch:
 
     def __init__(self, workers: Workers, timeout_s: float) -> None:
         self.workers, self.timeout_s = workers, timeout_s
+        self.chosen: Ints = np.empty((0, 0), dtype=np.int64)  # [T, K] of the last send, without padding
         self._sent: list[Sent] = []
         self._tokens = 0
 
@@ -48,6 +49,7 @@ class Dispatch:
         """x [T, H], ids [T, K], weights [T, K] f32: submits each worker's rows. LinkDown when a link breaks."""
         self._tokens = batch.tokens
         host_ids, host_weights = _to_host(ids[: batch.tokens], weights[: batch.tokens])
+        self.chosen = host_ids
         owner = self.workers.owner[layer][host_ids]  # [T, K]
         for worker in self.workers.rows:
             row, column = np.nonzero(owner == worker.index)
@@ -91,6 +93,9 @@ class Dispatch:
             self._add_rows(out, sent, reply)
             parts = (reply.queue_ns, reply.copy_wait_ns, reply.compute_ns)
             stamps.call(layer, sent.worker.index, sent.count, reply.round_trip_ns, *parts)
+            verified = (reply.hits, reply.late, reply.misses, reply.resident, reply.wasted_bytes, reply.copied_bytes)
+            stamps.verified(layer, sent.worker.index, *verified)
+            sent.worker.copies |= bool(reply.hits or reply.late or reply.misses)
             slowest = max(slowest, sum(parts))
         return slowest
 

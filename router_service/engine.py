@@ -18,6 +18,7 @@ from forefetch.telemetry.ring import StepStamps, Timings
 from router_service.answer import Answer, FinishOut, TokenOut
 from router_service.batch import StepBuffers
 from router_service.dispatch import Dispatch
+from router_service.hints import Hints
 from router_service.kv import KvSide
 from router_service.recorder import Recorder
 from router_service.sampling import Sampled, sample
@@ -44,6 +45,7 @@ class Parts:
     scheduler: Scheduler
     recorder: Recorder
     kv: KvSide | None = None
+    hints: Hints | None = None
 
 
 @dataclass
@@ -199,8 +201,9 @@ class Engine:
     def _run(self, plan: Plan, stamps: StepStamps) -> tuple[Sampled, int]:
         """Logits of the plan's last rows, and the tokens they choose. LinkDown when a worker is lost."""
         batch = self.parts.buffers.fill(self._step, plan, self.parts.recorder.trace_of(plan))
+        observer = self.parts.hints.begin(batch, stamps) if self.parts.hints else None
         began = perf_counter_ns()
-        logits = self.parts.trunk.forward(batch, self.parts.dispatch, stamps)
+        logits = self.parts.trunk.forward(batch, self.parts.dispatch, stamps, observer)
         forwarded = perf_counter_ns()
         choosing = [chunk.request for chunk in plan.chunks if chunk.samples]
         params = [request.admitted.sampling for request in choosing]

@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from forefetch.spec import ModelSpec
+from forefetch.telemetry.hints import layer_hints
 from forefetch.telemetry.metrics import RouterMetrics
+from forefetch.telemetry.ring import StepRing
 from forefetch.v1 import router_pb2
 from forefetch.version import VERSION
 from router_service.admission import Limits
 from router_service.build import Placement
 from router_service.config import RouterConfig
+from router_service.hints import Hints
 from router_service.kv import KvSide
 from router_service.scheduler import Scheduler
 from router_service.workers import Worker, Workers
@@ -30,6 +33,8 @@ class Status:
     workers: Workers
     metrics: RouterMetrics
     kv: KvSide | None
+    hints: Hints | None
+    ring: StepRing
     started: float = field(default_factory=monotonic)
 
     def approximations(self) -> router_pb2.Approximations:
@@ -67,10 +72,23 @@ class Status:
             pages_used=self.scheduler.pool.used,
             workers=map(_worker, self.workers.rows),
         )
+        if self.hints is not None:
+            stats.hints.CopyFrom(self._hints(self.hints))
         if self.kv is not None:
             stats.kv.CopyFrom(self.kv.status())
         self.metrics.fill(stats)
         return stats
+
+    def _hints(self, hints: Hints) -> router_pb2.HintStats:
+        return router_pb2.HintStats(
+            mode=hints.mode,
+            running=hints.running,
+            trained=hints.trained,
+            sent=hints.sent,
+            dropped=hints.dropped,
+            failures=hints.failures,
+            layers=layer_hints(self.ring, self.spec.moe_layers),
+        )
 
 
 def _worker(worker: Worker) -> router_pb2.WorkerStatus:

@@ -68,7 +68,8 @@ class Cache(Protocol):
 
 
 # attend(layer, x [T, H]) -> the residual behind the attention of a layer yet to come, if x entered it. K and V of the rows are
-# written where that layer will write them, before it reads them.
+# written where that layer will write them, before it reads them: at positions that are not committed, so that nobody else reads
+# them, and a cache must not seal a page because it was written to, but because its last position was committed.
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
 
 
@@ -211,20 +212,23 @@ class Trunk:
         ids, weights = choose(linear(h, layer.gate), self.spec.top_k, self.spec.gate_rule, self.spec.renormalise)
         t2 = perf_counter_ns()
         step.experts.send(step.batch, index, h, ids, weights)
+        t3 = perf_counter_ns()
         if step.observer is not None:
             step.observer.chosen(index, x, ids, weights, lambda later, estimate: self._attended(later, estimate, step))
-        t3 = perf_counter_ns()
-        out = self._shared(layer, h)
         t4 = perf_counter_ns()
-        busy = step.experts.add(out, index, step.stamps)
+        out = self._shared(layer, h)
         t5 = perf_counter_ns()
+        busy = step.experts.add(out, index, step.stamps)
+        t6 = perf_counter_ns()
         x = self._residual(x, out)
+        t7 = perf_counter_ns()
+        # Heads and shared expert ran while the workers did; only what they took beyond them is time of their own.
+        hidden = min(t4 - t3, max(0, busy - (t3 - t2)))
+        heads, own = t4 - t3 - hidden, t5 - t4 - min(t5 - t4, max(0, busy - (t4 - t2)))
+        step.stamps.layer(index, t0, t1 - t0, t2 - t1, t6 - t2 - heads - own, own + t7 - t6)
         if step.observer is not None:
             step.observer.returned(index, x)
-        # The shared expert ran while the workers did; only what it took beyond them is time of its own.
-        hidden = min(t4 - t3, max(0, busy - (t3 - t2)))
-        own = t4 - t3 - hidden
-        step.stamps.layer(index, t0, t1 - t0, t2 - t1, t5 - t2 - own, own + perf_counter_ns() - t5)
+            step.stamps.lookahead(index, heads + perf_counter_ns() - t7, hidden)
         return x
 
     def _attended(self, index: int, x: torch.Tensor, step: _Step) -> torch.Tensor:

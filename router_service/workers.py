@@ -34,6 +34,8 @@ class Worker:
     reconnects: int = -1  # the first connection is none
     pairs: int = 0
     calls: int = 0
+    copies: bool = False  # it has fewer slots than experts: some call brought one in
+    hints_dropped: int = 0  # by links of the past
     found: list[Link] = field(default_factory=list)  # left by the connecting thread
 
 
@@ -95,8 +97,9 @@ class Workers:
         worker = self.rows[index]
         if worker.link is not None:
             log.warning("worker %s is lost: %s", worker.address, reason)
+            worker.hints_dropped += worker.link.hints_dropped
             worker.link.close()
-            worker.link, worker.reason = None, reason
+            worker.link, worker.reason, worker.copies = None, reason, False
             self._assign()
             self._start_connecting(worker)
 

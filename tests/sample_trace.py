@@ -54,7 +54,9 @@ def _step(ring: StepRing, draw: random.Random, step: int, start: int, rows: int,
         else:
             gate, combine = 0, about(70)
         stamps.layer(layer, begun, attention, gate, experts, combine)
-        now += attention + gate + experts + combine + about(3)
+        heads = about(5) if layer else 0
+        stamps.lookahead(layer, heads, about(20) if layer else 0)
+        now += attention + gate + experts + combine + heads + about(3)
     head, sampling = about(150), about(60)
     stamps.head(head)
     now += head + sampling + 40 * US

@@ -44,7 +44,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "edge": ("__main__", "server", "client", "links", "hinting", "build", "status", "asking", "conversations"),
     "device": (
         *("engine", "trunk", "decoder", "captured", "layouts", "batch", "cache", "rope", "dispatch", "workers", "sampling"),
-        *("text", "detokenise", "answer", "recorder", "core", "experts", "packed", "lookahead"),
+        *("text", "detokenise", "answer", "recorder", "core", "experts", "packed", "lookahead", "hints"),
         *("disk", "vault", "session_log", "session_rows", "operators"),
         *("kv", "handover", "lane", "replicas", "prefix", "naming", "sessions"),
         *("host", "pool", "convert", "residency", "visit"),
@@ -53,7 +53,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "pure": (
         *("__init__", "scheduler", "pages", "admission", "slots", "store", "store_sessions", "keys", "outbox", "intake"),
         *("store_order", "store_room", "parts"),
-        *("segments", "cost", "journal", "prefetch", "misses"),
+        *("segments", "cost", "journal", "prefetch", "misses", "forecast"),
     ),
 }
 PURE_MAY_NOT = (

@@ -13,9 +13,10 @@ from forefetch.weights import Checkpoint, load_expert
 from router_service.admission import Admitted, SamplingParams
 from router_service.batch import StepBatch, StepBuffers
 from router_service.cache import KvCache
+from router_service.hints import Hints
 from router_service.pages import PagePool
 from router_service.scheduler import Request, Scheduler
-from router_service.trunk import Trunk
+from router_service.trunk import Experts, Trunk
 
 PAGE = 8
 
@@ -55,12 +56,13 @@ class Rig:
             pool.fill_(float("nan"))  # whatever was not written must not matter
         self.trunk = Trunk(self.spec, checkpoint, cache, dtype=torch.float32, device=device)
         self.trunk_reads = dict(checkpoint.read_log)
-        self.experts = PlainExperts(self.spec, checkpoint, device)
+        self.experts: Experts = PlainExperts(self.spec, checkpoint, device)
         self.scheduler = Scheduler(PagePool(pages), page_size=PAGE, max_batch=8, max_step_tokens=max_step_tokens, max_waiting=8)
         self.buffers = StepBuffers(
             max_tokens=max_step_tokens, max_batch=8, max_pages=16, page_size=PAGE, device=device, buckets=buckets
         )
         self.ring = StepRing(4, self.spec.layers, 1)
+        self.hints: Hints | None = None
         self.steps = 0
 
     def add(self, prompt: list[int], max_tokens: int) -> Request:
@@ -76,7 +78,10 @@ class Rig:
         if plan is None:
             return None
         batch = self.buffers.fill(self.steps, plan)
-        logits = self.trunk.forward(batch, self.experts, self.ring.begin(self.steps, 0))
+        stamps = self.ring.begin(self.steps, 0)
+        observer = self.hints.begin(batch, stamps) if self.hints is not None else None
+        logits = self.trunk.forward(batch, self.experts, stamps, observer)
+        stamps.finish(1, 0, len(plan.chunks), plan.tokens)
         self.scheduler.commit(plan, logits.argmax(-1).tolist())
         for chunk in plan.chunks:
             if chunk.request.generated == chunk.request.admitted.max_tokens:

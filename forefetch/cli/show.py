@@ -15,6 +15,7 @@ from forefetch.v1 import router_pb2
 PARTS = (
     ("attention", "attention_ns", "blue"),
     ("gate", "gate_ns", "cyan"),
+    ("lookahead", "lookahead_ns", "bright_magenta"),
     ("link", "link_ns", "yellow"),
     ("expert compute", "expert_ns", "green"),
     ("copy wait", "copy_wait_ns", "red"),

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from forefetch.cli import connect, show
+from forefetch.cli import connect, hints, show
 from forefetch.cli.plain import plain
 from forefetch.cli.waterfall import ms, parts
 from forefetch.client import SyncClient
@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "stats",
         help="show what a router is doing",
-        description="Shows a router's requests, tokens, latencies, pages, workers and its KV service.",
+        description="Shows a router's requests, tokens, latencies, pages, workers, KV service and lookahead.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -103,7 +103,7 @@ def render(address: str, stats: Stats, before: Stats | None = None, seconds: flo
     for label, value in _facts(stats, before, seconds):
         facts.add_row(label, value)
     head = Text.assemble(("router ", "dim"), (address, "bold"), (f"  up {_span(stats.uptime_s)}", "dim"))
-    return Group(head, "", facts, "", _workers(stats))
+    return Group(head, "", facts, "", _workers(stats), *hints.tables(stats))
 
 
 def _facts(stats: Stats, before: Stats | None, seconds: float) -> Iterator[tuple[str, RenderableType]]:

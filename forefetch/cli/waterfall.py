@@ -82,6 +82,7 @@ def _step_data(step: Step) -> dict[str, Any]:
                     [call.worker, call.rows, call.round_trip_ns, call.queue_ns, call.copy_wait_ns, call.compute_ns]
                     for call in layer.calls
                 ],
+                layer.lookahead_ns,
             ]
             for layer in step.layers
         ],
@@ -214,7 +215,13 @@ def _layers(trace: router_pb2.GetTraceResponse, title: str, step: Step, width: i
 def _layer_parts(layer: router_pb2.LayerTrace) -> list[Segment]:
     slowest = max(layer.calls, key=_busy, default=router_pb2.WorkerCall())
     experts = _call_parts(slowest, layer.experts_ns)
-    return [("attention", layer.attention_ns), ("gate", layer.gate_ns), *experts, ("combine", layer.combine_ns)]
+    return [
+        ("attention", layer.attention_ns),
+        ("gate", layer.gate_ns),
+        *experts,
+        ("combine", layer.combine_ns),
+        ("lookahead", layer.lookahead_ns),
+    ]
 
 
 def _call_parts(call: router_pb2.WorkerCall, waited_ns: int) -> list[Segment]:

@@ -215,7 +215,8 @@ def _step(work: Work, arrival_ns: int, detailed: bool) -> router_pb2.StepTrace:
 
 
 def _layers(step: StepRecord) -> Iterator[router_pb2.LayerTrace]:
-    for layer, (stamps, calls) in enumerate(zip(step.layers.tolist(), step.calls.tolist(), strict=True)):
+    rows = zip(step.layers.tolist(), step.calls.tolist(), step.hints.tolist(), step.verified.tolist(), strict=True)
+    for layer, (stamps, calls, (heads, hidden, chosen, named, found, *_), verified) in enumerate(rows):
         start, attention, gate, experts, combine = stamps
         if any(stamps):
             yield router_pb2.LayerTrace(
@@ -225,12 +226,26 @@ def _layers(step: StepRecord) -> Iterator[router_pb2.LayerTrace]:
                 gate_ns=gate,
                 experts_ns=experts,
                 combine_ns=combine,
-                calls=[_call(worker, call) for worker, call in enumerate(calls) if call[1]],
+                calls=[_call(worker, call, verified[worker]) for worker, call in enumerate(calls) if call[1]],
+                lookahead_ns=heads,
+                lookahead_hidden_ns=hidden,
+                chosen=chosen,
+                named=named,
+                found=found,
             )
 
 
-def _call(worker: int, call: list[int]) -> router_pb2.WorkerCall:
+def _call(worker: int, call: list[int], verified: list[int]) -> router_pb2.WorkerCall:
     rows, round_trip, queue, copy_wait, compute = call
+    hits, late, misses, *_ = verified
     return router_pb2.WorkerCall(
-        worker=worker, rows=rows, round_trip_ns=round_trip, queue_ns=queue, copy_wait_ns=copy_wait, compute_ns=compute
+        worker=worker,
+        rows=rows,
+        round_trip_ns=round_trip,
+        queue_ns=queue,
+        copy_wait_ns=copy_wait,
+        compute_ns=compute,
+        hits=hits,
+        late=late,
+        misses=misses,
     )

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, st
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from forefetch.telemetry import names
+from forefetch.telemetry import hints, names
 from forefetch.telemetry.ring import StepRing, Timings
 from forefetch.telemetry.spans import Exporter
 from forefetch.v1 import expert_pb2, kv_pb2, router_pb2
@@ -238,6 +238,13 @@ _ROUTER: tuple[Row[Any], ...] = (
     (names.WORKER_RECONNECTS, _of_workers("reconnects")),
     (names.WORKER_PAIRS, _of_workers("pairs")),
     (names.WORKER_CALLS, _of_workers("calls")),
+    (names.HINTS_SENT, lambda stats: stats.hints.sent),
+    (names.HINTS_DROPPED, lambda stats: stats.hints.dropped),
+    (names.HINT_FAILURES, lambda stats: stats.hints.failures),
+    (names.HINT_EXPERTS, hints.experts),
+    (names.HINT_RESULTS, hints.results),
+    (names.HINT_BYTES, hints.bytes_moved),
+    (names.HINT_STALL, hints.stalls),
     (names.KV_UP, _of_kv("up")),
     (names.KV_SENT, _of_kv("blocks_sent")),
     (names.KV_DROPPED, _of_kv("blocks_dropped")),

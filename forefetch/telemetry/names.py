@@ -54,13 +54,15 @@ STEP_PART = "forefetch.step.{}_ns"  # one for each of PARTS
 TOKEN_INDEX = "forefetch.token.index"
 PREFILL_TOKENS = "forefetch.prefill.tokens"
 LAYER_INDEX = "forefetch.layer.index"
-LAYER_PART = "forefetch.layer.{}_ns"  # attention, gate, experts, combine
+LAYER_PART = "forefetch.layer.{}_ns"  # attention, gate, experts, combine, lookahead, lookahead_hidden
+LAYER_COUNT = "forefetch.layer.{}"  # experts chosen, named by hints, found: both
 WORKER_ADDRESS = "forefetch.worker"
 WORKER_ROWS = "forefetch.worker.rows"
 WORKER_PART = "forefetch.worker.{}_ns"  # queue, copy_wait, compute
+WORKER_COUNT = "forefetch.worker.{}"  # of the experts needed: hits, late, misses
 
 # The disjoint parts of a step (StepTimings.<part>_ns), in the order in which they happen.
-PARTS = ("attention", "gate", "link", "queue", "copy_wait", "expert", "combine", "sampling")
+PARTS = ("attention", "gate", "lookahead", "link", "queue", "copy_wait", "expert", "combine", "sampling")
 
 
 class Metric(NamedTuple):
@@ -101,6 +103,19 @@ WORKER_SECONDS = Metric(
     "Time of calls by part: round_trip as the router saw it; queue, copy_wait and compute as the worker reports them.",
     ("worker", "part"),
 )
+HINTS_SENT = Metric("forefetch_router_hints_sent_total", "Hints given to links, one for each worker concerned.")
+HINTS_DROPPED = Metric("forefetch_router_hints_dropped_total", "Hints that never left.")
+HINT_FAILURES = Metric("forefetch_router_hint_failures_total", "Times that making or delivering a hint failed.")
+HINT_EXPERTS = Metric(
+    "forefetch_router_hint_experts_total",
+    "Distinct experts per step: chosen by the layer, named by hints (all, next, second, refined), found: both.",
+    ("layer", "hint", "what"),
+)
+HINT_RESULTS = Metric(
+    "forefetch_router_hint_results_total", "Distinct experts of calls by where workers had them.", ("layer", "result")
+)
+HINT_BYTES = Metric("forefetch_router_hint_bytes_total", "Bytes that workers copied, and in vain.", ("layer", "what"))
+HINT_STALL = Metric("forefetch_router_hint_stall_seconds_total", "Time that steps waited for copies.", ("layer",))
 KV_UP = Metric("forefetch_router_kv_up", "1 while the KV service answers; absent when none is configured.")
 KV_SENT = Metric("forefetch_router_kv_blocks_sent_total", "Sealed blocks handed over.")
 KV_DROPPED = Metric("forefetch_router_kv_blocks_dropped_total", "Sealed blocks given up because the queue was full.")

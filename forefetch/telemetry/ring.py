@@ -1,8 +1,10 @@
 """Where the time of each step went, written by the engine thread at the cost of a few bytes each, read by anybody.
 
-A ring of `capacity` steps, allocated once: 8 * (8 + 5 layers + 5 layers workers) bytes a step, so 48 layers with 2 workers
-and 4096 steps take 24 MB. A stamp (`layer`, `call`) is one `struct.pack_into`: 0.20 us on the 2-core test machine; `begin`
+A ring of `capacity` steps, allocated once: 8 * (8 + 16 layers + 11 layers workers) bytes a step, so 48 layers with 2 workers
+and 1024 steps take 15 MB. A stamp (`layer`, `call`) is one `struct.pack_into`: 0.20 us on the 2-core test machine; `begin`
 takes 1.4 us and `finish`, which adds the parts up with numpy, 26 us a step.
+
+With lookahead a layer also has the time of its heads and what became of their hints.
 
 One thread writes. Readers take no lock: each slot has a version that is odd while its step is being written, and a reader
 that sees it odd, changed or of another step gets None, never a mixture. Durations are nanoseconds.
@@ -20,8 +22,26 @@ Words = npt.NDArray[np.int64]
 
 _HEADER = 8  # version, step, start, end, head, sampling, batch, tokens
 _RECORD = 5  # layer: start, attention, gate, experts, combine; call: rows, round trip, queue, copy wait, compute
+_HINTS = 2 + 9  # layer: lookahead, hidden; then HINT_COUNTS
+_VERIFIED = 6  # call: hits, late, misses, resident, wasted bytes, copied bytes
 _WORD = 8
+HINT_COUNTS = (
+    *("chosen", "named", "found"),
+    *(f"{kind}_{count}" for kind in ("next", "second", "refined") for count in ("named", "found")),
+)
+"""What a layer's hints are counted by: distinct experts that the step's rows chose (where anything had been named), that were
+named for it in time, and both; then named and found by hints from the layer before, from two before, and refined ones."""
+
+VERIFIED = ("hits", "late", "misses", "resident", "wasted_bytes", "copied_bytes")
+"""What workers say became of hints, as in forefetch.wire."""
+
+LAYER_TOTALS = (*HINT_COUNTS, *VERIFIED, "stall_ns")
+"""What is added up per layer; stall: the longest wait for copies among a call's workers."""
+
 _pack_record = struct.Struct(f"={_RECORD}q").pack_into
+_pack_times = struct.Struct("=2q").pack_into
+_pack_counts = struct.Struct(f"={len(HINT_COUNTS)}q").pack_into
+_pack_verified = struct.Struct(f"={_VERIFIED}q").pack_into
 _pack_header = struct.Struct(f"={_HEADER}q").pack_into
 _pack_word = struct.Struct("=q").pack_into
 
@@ -41,6 +61,8 @@ class Timings:
     sampling_ns: int = 0
     batch: int = 0
     tokens: int = 0
+    lookahead_ns: int = 0
+    lookahead_hidden_ns: int = 0  # beside the parts: it passed while workers computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +70,8 @@ class StepRecord:
     """A finished step, copied out of the ring.
 
     `layers` [L, 5]: start (after the step's), attention, gate, experts, combine. `calls` [L, W, 5]: rows, round trip, queue,
-    copy wait, compute; all zero where a worker had no rows. A layer that was never stamped is all zero.
+    copy wait, compute; all zero where a worker had no rows. A layer that was never stamped is all zero. `hints` [L, 11]:
+    time of the heads, part of it that was hidden behind workers, HINT_COUNTS. `verified` [L, W, 6]: VERIFIED.
     """
 
     step: int
@@ -56,6 +79,8 @@ class StepRecord:
     timings: Timings
     layers: Words
     calls: Words
+    hints: Words
+    verified: Words
 
 
 class StepRing:
@@ -66,11 +91,14 @@ class StepRing:
             raise ValueError(f"a ring of {capacity} steps, {layers} layers, {workers} workers cannot be")
         self.capacity, self.layers, self.workers = capacity, layers, workers
         self._calls_at = _HEADER + _RECORD * layers
-        self._slots: Words = np.zeros((capacity, self._calls_at + _RECORD * layers * workers), dtype=np.int64)
+        self._hints_at = self._calls_at + _RECORD * layers * workers
+        self._verified_at = self._hints_at + _HINTS * layers
+        self._slots: Words = np.zeros((capacity, self._verified_at + _VERIFIED * layers * workers), dtype=np.int64)
         self._slots[:, 1] = -1
         self._bytes = self._slots.data.cast("B")
         self._version = 0
         self._totals: Words = np.zeros((workers, 1 + _RECORD), dtype=np.int64)
+        self._layer_totals: Words = np.zeros((layers, len(LAYER_TOTALS)), dtype=np.int64)
 
     @property
     def nbytes(self) -> int:
@@ -100,31 +128,48 @@ class StepRing:
         """[W, 6] over all finished steps: calls, rows, round trip, queue, copy wait, compute."""
         return self._totals.copy()
 
+    def layer_totals(self) -> Words:
+        """[L, 16] over all finished steps: LAYER_TOTALS."""
+        return self._layer_totals.copy()
+
     def _record(self, slot: Words) -> StepRecord:
         layers = slot[_HEADER : self._calls_at].reshape(self.layers, _RECORD)
-        calls = slot[self._calls_at :].reshape(self.layers, self.workers, _RECORD)
-        return StepRecord(int(slot[1]), int(slot[2]), _timings(slot[:_HEADER], layers, calls), layers, calls)
+        calls = slot[self._calls_at : self._hints_at].reshape(self.layers, self.workers, _RECORD)
+        hints = slot[self._hints_at : self._verified_at].reshape(self.layers, _HINTS)
+        verified = slot[self._verified_at :].reshape(self.layers, self.workers, _VERIFIED)
+        timings = _timings(slot[:_HEADER], layers, calls, hints)
+        return StepRecord(int(slot[1]), int(slot[2]), timings, layers, calls, hints, verified)
 
     def _count(self, record: StepRecord) -> None:
         self._totals[:, 0] += np.add.reduce(record.calls[:, :, 1] > 0, axis=0)
         self._totals[:, 1:] += np.add.reduce(record.calls, axis=0)
+        counts = len(HINT_COUNTS)
+        self._layer_totals[:, :counts] += record.hints[:, 2:]
+        self._layer_totals[:, counts:-1] += np.add.reduce(record.verified, axis=1)
+        if self.workers:
+            self._layer_totals[:, -1] += record.calls[:, :, 3].max(axis=1)
 
 
 class StepStamps:
     """The open slot of one step. Only the thread that called `begin` writes to it, and only until the next `begin`. Layer and
     worker must be within the ring's numbers; nothing checks it."""
 
-    __slots__ = ("_base", "_bytes", "_calls", "_head_ns", "_layers", "_ring", "_start_ns", "_step", "_version", "_workers")
+    __slots__ = (
+        *("_base", "_bytes", "_calls", "_head_ns", "_hints", "_layers"),
+        *("_ring", "_start_ns", "_step", "_verified", "_version", "_workers"),
+    )
 
     def __init__(self, ring: StepRing, step: int, base: int, version: int, start_ns: int) -> None:
         self._ring, self._step, self._base, self._version, self._start_ns = ring, step, base, version, start_ns
         self._bytes, self._workers, self._head_ns = ring._bytes, ring.workers, 0
         self._layers = base + _HEADER * _WORD
         self._calls = base + ring._calls_at * _WORD
+        self._hints = base + ring._hints_at * _WORD
+        self._verified = base + ring._verified_at * _WORD
 
     def layer(self, layer: int, start_ns: int, attention_ns: int, gate_ns: int, experts_ns: int, combine_ns: int) -> None:
         """Stamps a layer. `start_ns`: monotonic clock; `experts_ns`: first frame sent to last reply read, 0 in a dense layer;
-        `combine_ns` must not count time that `experts_ns` covers (a shared expert that ran meanwhile)."""
+        neither must count time of the other (a shared expert that ran meanwhile) or of `lookahead`."""
         at = self._layers + layer * _RECORD * _WORD
         _pack_record(self._bytes, at, start_ns - self._start_ns, attention_ns, gate_ns, experts_ns, combine_ns)
 
@@ -134,6 +179,18 @@ class StepStamps:
         """Stamps a worker's part in a layer; the last three are the worker's own durations."""
         at = self._calls + (layer * self._workers + worker) * _RECORD * _WORD
         _pack_record(self._bytes, at, rows, round_trip_ns, queue_ns, copy_wait_ns, compute_ns)
+
+    def lookahead(self, layer: int, own_ns: int, hidden_ns: int) -> None:
+        """Stamps the time of a layer's heads: what the step waited for, and what passed while workers computed."""
+        _pack_times(self._bytes, self._hints + layer * _HINTS * _WORD, own_ns, hidden_ns)
+
+    def hints(self, layer: int, *counts: int) -> None:
+        """Stamps what was named for a layer against what it chose: HINT_COUNTS, all of them."""
+        _pack_counts(self._bytes, self._hints + (layer * _HINTS + 2) * _WORD, *counts)
+
+    def verified(self, layer: int, worker: int, *counts: int) -> None:
+        """Stamps what a worker says became of the hints for a layer: VERIFIED, all of them."""
+        _pack_verified(self._bytes, self._verified + (layer * self._workers + worker) * _VERIFIED * _WORD, *counts)
 
     def head(self, ns: int) -> None:
         """Adds final norm and head to the attention part."""
@@ -151,10 +208,12 @@ class StepStamps:
         return record.timings
 
 
-def _timings(header: Words, layers: Words, calls: Words) -> Timings:
-    """Disjoint parts: of each layer's experts time, what the slowest worker reports is the worker's, the rest is the link's."""
+def _timings(header: Words, layers: Words, calls: Words, hints: Words) -> Timings:
+    """Disjoint parts, but for `lookahead_hidden_ns`: of each layer's experts time, what the slowest worker reports is the
+    worker's, the rest is the link's."""
     _, _, start, end, head, sampling, batch, tokens = header.tolist()
     _, attention, gate, experts, combine = np.add.reduce(layers, axis=0).tolist()
+    lookahead, hidden = np.add.reduce(hints[:, :2], axis=0).tolist()
     queue = copy_wait = compute = 0
     link = experts
     if calls.size:
@@ -175,4 +234,6 @@ def _timings(header: Words, layers: Words, calls: Words) -> Timings:
         sampling_ns=sampling,
         batch=batch,
         tokens=tokens,
+        lookahead_ns=lookahead,
+        lookahead_hidden_ns=hidden,
     )

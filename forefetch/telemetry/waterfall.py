@@ -22,12 +22,13 @@ from forefetch.telemetry import names
 from forefetch.telemetry.book import RequestBook, RequestRecord, Work
 from forefetch.telemetry.context import SpanContext, new_root
 from forefetch.telemetry.otlp import CLIENT, SERVER, Resource, Span, Value
-from forefetch.telemetry.ring import StepRecord
+from forefetch.telemetry.ring import HINT_COUNTS, VERIFIED, StepRecord
 
 # Steps whose layers are drawn: 48 layers and 2 workers make 240 spans of each.
 _OUTLIERS = 8
 _DETAILED = 64
 _OUTLIER_FACTOR = 3
+_LAYER_PARTS = ("attention", "gate", "experts", "combine", "lookahead", "lookahead_hidden")
 # FinishReason -> what the GenAI conventions' users expect.
 _REASONS = {"STOP_TOKEN": "stop", "STOP_STRING": "stop", "LENGTH": "length", "CONTEXT": "length"}
 
@@ -112,20 +113,25 @@ class Waterfall:
             offset, *parts = stamps
             if not any(stamps):
                 continue
+            heads, hidden, *counts = step.hints[layer].tolist()
+            spent = zip(_LAYER_PARTS, (*parts, heads, hidden), strict=True)
             attributes: dict[str, Value] = {names.LAYER_INDEX: layer}
-            for part, ns in zip(("attention", "gate", "experts", "combine"), parts, strict=True):
-                attributes[names.LAYER_PART.format(part)] = ns
+            attributes |= {names.LAYER_PART.format(part): ns for part, ns in spent}
+            if counts[0]:
+                attributes |= {names.LAYER_COUNT.format(what): n for what, n in zip(HINT_COUNTS[:3], counts, strict=False)}
             start = parent.start_ns + offset
-            span = self._child(parent.context, names.LAYER, start, start + sum(parts), attributes)
+            span = self._child(parent.context, names.LAYER, start, start + sum(parts) + heads, attributes)
             yield span
             for worker, call in enumerate(calls):
                 if call[1]:
-                    yield from self._call(span, start + parts[0] + parts[1], worker, call)
+                    verified = step.verified[layer, worker].tolist()
+                    yield from self._call(span, start + parts[0] + parts[1], worker, call, verified)
 
-    def _call(self, parent: Span, start: int, worker: int, call: list[int]) -> Iterator[Span]:
+    def _call(self, parent: Span, start: int, worker: int, call: list[int], verified: list[int]) -> Iterator[Span]:
         rows, round_trip, *reported = call
         resource = self._workers[worker]
         attributes: dict[str, Value] = {names.WORKER_ADDRESS: resource.instance, names.WORKER_ROWS: rows}
+        attributes |= {names.WORKER_COUNT.format(what): n for what, n in zip(VERIFIED[:3], verified, strict=False) if n}
         sent = self._child(parent.context, names.EXPERT_CALL, start, start + round_trip, attributes)
         sent.kind = CLIENT
         yield sent

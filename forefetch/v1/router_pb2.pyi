@@ -141,7 +141,7 @@ class TokenEvent(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_id: _Optional[int] = ..., text: _Optional[str] = ..., logprob: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ...) -> None: ...
 
 class StepTimings(_message.Message):
-    __slots__ = ("total_ns", "attention_ns", "gate_ns", "link_ns", "expert_ns", "copy_wait_ns", "queue_ns", "combine_ns", "sampling_ns", "batch", "tokens")
+    __slots__ = ("total_ns", "attention_ns", "gate_ns", "link_ns", "expert_ns", "copy_wait_ns", "queue_ns", "combine_ns", "sampling_ns", "batch", "tokens", "lookahead_ns", "lookahead_hidden_ns")
     TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_NS_FIELD_NUMBER: _ClassVar[int]
     GATE_NS_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +153,8 @@ class StepTimings(_message.Message):
     SAMPLING_NS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOOKAHEAD_NS_FIELD_NUMBER: _ClassVar[int]
+    LOOKAHEAD_HIDDEN_NS_FIELD_NUMBER: _ClassVar[int]
     total_ns: int
     attention_ns: int
     gate_ns: int
@@ -164,7 +166,9 @@ class StepTimings(_message.Message):
     sampling_ns: int
     batch: int
     tokens: int
-    def __init__(self, total_ns: _Optional[int] = ..., attention_ns: _Optional[int] = ..., gate_ns: _Optional[int] = ..., link_ns: _Optional[int] = ..., expert_ns: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., combine_ns: _Optional[int] = ..., sampling_ns: _Optional[int] = ..., batch: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+    lookahead_ns: int
+    lookahead_hidden_ns: int
+    def __init__(self, total_ns: _Optional[int] = ..., attention_ns: _Optional[int] = ..., gate_ns: _Optional[int] = ..., link_ns: _Optional[int] = ..., expert_ns: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., combine_ns: _Optional[int] = ..., sampling_ns: _Optional[int] = ..., batch: _Optional[int] = ..., tokens: _Optional[int] = ..., lookahead_ns: _Optional[int] = ..., lookahead_hidden_ns: _Optional[int] = ...) -> None: ...
 
 class FinishEvent(_message.Message):
     __slots__ = ("reason", "text", "usage", "ttft_ns", "duration_ns", "request_id", "seed", "approximations", "stop_string", "session")
@@ -311,7 +315,7 @@ class Quantiles(_message.Message):
     def __init__(self, p50_ns: _Optional[int] = ..., p99_ns: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("uptime_s", "requests_ok", "requests_failed", "running", "waiting", "prompt_tokens", "completion_tokens", "steps", "replayed_steps", "pages_total", "pages_used", "ttft", "tpot", "step", "workers", "kv", "mean_step")
+    __slots__ = ("uptime_s", "requests_ok", "requests_failed", "running", "waiting", "prompt_tokens", "completion_tokens", "steps", "replayed_steps", "pages_total", "pages_used", "ttft", "tpot", "step", "workers", "kv", "mean_step", "hints")
     class RequestsFailedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -336,6 +340,7 @@ class GetStatsResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     MEAN_STEP_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     requests_ok: int
     requests_failed: _containers.ScalarMap[str, int]
@@ -353,7 +358,64 @@ class GetStatsResponse(_message.Message):
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     kv: KvStatus
     mean_step: StepTimings
-    def __init__(self, uptime_s: _Optional[float] = ..., requests_ok: _Optional[int] = ..., requests_failed: _Optional[_Mapping[str, int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., replayed_steps: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., ttft: _Optional[_Union[Quantiles, _Mapping]] = ..., tpot: _Optional[_Union[Quantiles, _Mapping]] = ..., step: _Optional[_Union[Quantiles, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., kv: _Optional[_Union[KvStatus, _Mapping]] = ..., mean_step: _Optional[_Union[StepTimings, _Mapping]] = ...) -> None: ...
+    hints: HintStats
+    def __init__(self, uptime_s: _Optional[float] = ..., requests_ok: _Optional[int] = ..., requests_failed: _Optional[_Mapping[str, int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., replayed_steps: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., ttft: _Optional[_Union[Quantiles, _Mapping]] = ..., tpot: _Optional[_Union[Quantiles, _Mapping]] = ..., step: _Optional[_Union[Quantiles, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., kv: _Optional[_Union[KvStatus, _Mapping]] = ..., mean_step: _Optional[_Union[StepTimings, _Mapping]] = ..., hints: _Optional[_Union[HintStats, _Mapping]] = ...) -> None: ...
+
+class HintStats(_message.Message):
+    __slots__ = ("mode", "running", "trained", "sent", "dropped", "failures", "layers")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    mode: str
+    running: bool
+    trained: bool
+    sent: int
+    dropped: int
+    failures: int
+    layers: _containers.RepeatedCompositeFieldContainer[LayerHints]
+    def __init__(self, mode: _Optional[str] = ..., running: bool = ..., trained: bool = ..., sent: _Optional[int] = ..., dropped: _Optional[int] = ..., failures: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerHints, _Mapping]]] = ...) -> None: ...
+
+class HintCount(_message.Message):
+    __slots__ = ("named", "found")
+    NAMED_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    named: int
+    found: int
+    def __init__(self, named: _Optional[int] = ..., found: _Optional[int] = ...) -> None: ...
+
+class LayerHints(_message.Message):
+    __slots__ = ("layer", "chosen", "all", "next", "second", "refined", "hits", "late", "misses", "resident", "wasted_bytes", "copied_bytes", "stall_ns")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    SECOND_FIELD_NUMBER: _ClassVar[int]
+    REFINED_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    WASTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STALL_NS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    chosen: int
+    all: HintCount
+    next: HintCount
+    second: HintCount
+    refined: HintCount
+    hits: int
+    late: int
+    misses: int
+    resident: int
+    wasted_bytes: int
+    copied_bytes: int
+    stall_ns: int
+    def __init__(self, layer: _Optional[int] = ..., chosen: _Optional[int] = ..., all: _Optional[_Union[HintCount, _Mapping]] = ..., next: _Optional[_Union[HintCount, _Mapping]] = ..., second: _Optional[_Union[HintCount, _Mapping]] = ..., refined: _Optional[_Union[HintCount, _Mapping]] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ..., resident: _Optional[int] = ..., wasted_bytes: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., stall_ns: _Optional[int] = ...) -> None: ...
 
 class KvStatus(_message.Message):
     __slots__ = ("address", "up", "blocks_sent", "blocks_dropped", "blocks_waiting", "reconnects", "replicas", "prefix_loads", "blocks_loaded", "bytes_loaded", "prefix_misses", "prefix_skipped", "sessions", "session_records", "session_failures")
@@ -460,7 +522,7 @@ class StepTrace(_message.Message):
     def __init__(self, step: _Optional[int] = ..., start_ns: _Optional[int] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., token_index: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerTrace, _Mapping]]] = ...) -> None: ...
 
 class LayerTrace(_message.Message):
-    __slots__ = ("layer", "start_ns", "attention_ns", "gate_ns", "experts_ns", "combine_ns", "calls")
+    __slots__ = ("layer", "start_ns", "attention_ns", "gate_ns", "experts_ns", "combine_ns", "calls", "lookahead_ns", "lookahead_hidden_ns", "chosen", "named", "found")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     START_NS_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_NS_FIELD_NUMBER: _ClassVar[int]
@@ -468,6 +530,11 @@ class LayerTrace(_message.Message):
     EXPERTS_NS_FIELD_NUMBER: _ClassVar[int]
     COMBINE_NS_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
+    LOOKAHEAD_NS_FIELD_NUMBER: _ClassVar[int]
+    LOOKAHEAD_HIDDEN_NS_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
     layer: int
     start_ns: int
     attention_ns: int
@@ -475,20 +542,31 @@ class LayerTrace(_message.Message):
     experts_ns: int
     combine_ns: int
     calls: _containers.RepeatedCompositeFieldContainer[WorkerCall]
-    def __init__(self, layer: _Optional[int] = ..., start_ns: _Optional[int] = ..., attention_ns: _Optional[int] = ..., gate_ns: _Optional[int] = ..., experts_ns: _Optional[int] = ..., combine_ns: _Optional[int] = ..., calls: _Optional[_Iterable[_Union[WorkerCall, _Mapping]]] = ...) -> None: ...
+    lookahead_ns: int
+    lookahead_hidden_ns: int
+    chosen: int
+    named: int
+    found: int
+    def __init__(self, layer: _Optional[int] = ..., start_ns: _Optional[int] = ..., attention_ns: _Optional[int] = ..., gate_ns: _Optional[int] = ..., experts_ns: _Optional[int] = ..., combine_ns: _Optional[int] = ..., calls: _Optional[_Iterable[_Union[WorkerCall, _Mapping]]] = ..., lookahead_ns: _Optional[int] = ..., lookahead_hidden_ns: _Optional[int] = ..., chosen: _Optional[int] = ..., named: _Optional[int] = ..., found: _Optional[int] = ...) -> None: ...
 
 class WorkerCall(_message.Message):
-    __slots__ = ("worker", "rows", "round_trip_ns", "queue_ns", "copy_wait_ns", "compute_ns")
+    __slots__ = ("worker", "rows", "round_trip_ns", "queue_ns", "copy_wait_ns", "compute_ns", "hits", "late", "misses")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     ROUND_TRIP_NS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     COPY_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_NS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
     worker: int
     rows: int
     round_trip_ns: int
     queue_ns: int
     copy_wait_ns: int
     compute_ns: int
-    def __init__(self, worker: _Optional[int] = ..., rows: _Optional[int] = ..., round_trip_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ...) -> None: ...
+    hits: int
+    late: int
+    misses: int
+    def __init__(self, worker: _Optional[int] = ..., rows: _Optional[int] = ..., round_trip_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ...) -> None: ...

@@ -60,6 +60,11 @@ def save(trained: Trained, folder: Path, digest: str) -> Path:
     return path
 
 
+def find(folder: Path, digest: str, moe_layers: tuple[int, ...]) -> Trained | None:
+    """As `load`, but None when there is no file."""
+    return load(folder, digest, moe_layers) if (folder / NAME).exists() else None
+
+
 def load(folder: Path, digest: str, moe_layers: tuple[int, ...]) -> Trained:
     """Reads the file. Mismatch when there is none, when it is damaged, or when it was made for another checkpoint."""
     path = folder / NAME

@@ -35,6 +35,7 @@ class FakeLink:
     die_on: str = ""
     calls: list[LayerCall] = field(default_factory=list)
     closed: bool = False
+    hints_dropped: int = 0
     open_calls: int = 0
 
     def submit(self, call: LayerCall) -> None:

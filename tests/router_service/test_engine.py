@@ -38,7 +38,7 @@ class CountingTrunk:
     nan_for: int = -1
     steps: int = 0
 
-    def forward(self, batch: StepBatch, experts: Any, stamps: StepStamps) -> torch.Tensor:
+    def forward(self, batch: StepBatch, experts: Any, stamps: StepStamps, observer: None = None) -> torch.Tensor:
         self.gate.wait(5.0)
         self.steps += 1
         if self.broken:

@@ -29,7 +29,7 @@ def test_parts_beyond_the_total_leave_nothing_and_not_less() -> None:
     assert show.mean_parts([timings(link_ms=5.0, total_ms=3.0)])["other"] == 0.0
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=9, max_size=9), st.integers(1, 200))
+@given(st.lists(st.floats(0, 1e6), min_size=10, max_size=10), st.integers(1, 200))
 def test_the_bar_is_exactly_as_wide_as_asked(values: list[float], width: int) -> None:
     parts = dict(zip(show.colours(), values, strict=True))
     bar = show.bar(parts, width)

@@ -123,6 +123,35 @@ def test_a_router_that_is_not_there(router: ScriptedRouter) -> None:
         run(stats, router, "--watch")
 
 
+def test_hints_are_shown_layer_by_layer_and_added_up() -> None:
+    layers = [
+        router_pb2.LayerHints(layer=0, misses=4, stall_ns=2_500_000),  # nothing can be named for the first
+        router_pb2.LayerHints(
+            layer=1,
+            chosen=800,
+            all=router_pb2.HintCount(named=1_000, found=776),
+            next=router_pb2.HintCount(named=990, found=760),
+            hits=700,
+            late=60,
+            misses=24,
+            resident=16,
+            wasted_bytes=3_000_000,
+        ),
+        router_pb2.LayerHints(layer=2, chosen=200, all=router_pb2.HintCount(named=250, found=124)),
+    ]
+    found = full_stats()
+    found.hints.CopyFrom(router_pb2.HintStats(mode="plain", running=True, trained=True, sent=1_990, layers=layers))
+    console = stats.Console(width=160)
+    with console.capture() as shown:
+        console.print(stats.render("a:1", found))
+    lines = shown.get().splitlines()
+    assert any("plain, trained heads" in line and "1,990 hints sent" in line for line in lines)
+    rows = {line.split()[0]: line.split() for line in lines if line.strip()}
+    assert rows["1"][1:4] == ["800", "97.0", "%"]
+    assert rows["0"][-1] == "2.5"
+    assert rows["all"][1:4] == ["1,000", "90.0", "%"]
+
+
 def test_a_router_that_just_started() -> None:
     console = stats.Console(width=100)
     with console.capture() as shown:

@@ -129,7 +129,7 @@ def test_the_page_is_self_contained_and_escapes_what_it_shows() -> None:
     data = json.loads(re.findall(r'<script type="application/json" id="data">(.*)</script>', page)[0])
     assert data["workers"][0] == message.workers[0]
     assert [key for key, _ in data["parts"]] == [
-        *("attention", "gate", "link", "expert", "copy_wait", "queue", "combine", "sampling")
+        *("attention", "gate", "lookahead", "link", "expert", "copy_wait", "queue", "combine", "sampling")
     ]
     for key, _ in data["parts"]:
         assert page.count(f"--{key}: #") == 2, key  # a colour by day and one by night

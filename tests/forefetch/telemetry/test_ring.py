@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from forefetch.telemetry.ring import StepRing, Timings
+from forefetch.telemetry.ring import LAYER_TOTALS, StepRing, Timings
 
 
 def test_parts_are_disjoint_and_the_slowest_worker_of_each_layer_counts() -> None:
@@ -33,6 +33,34 @@ def test_parts_are_disjoint_and_the_slowest_worker_of_each_layer_counts() -> Non
     assert record.layers[2].tolist() == [900, 100, 10, 400, 20]
     assert record.calls[2].tolist() == [[1, 390, 5, 0, 250], [0, 0, 0, 0, 0]]
     assert ring.worker_totals().tolist() == [[2, 4, 880, 6, 2, 450], [1, 2, 495, 30, 40, 300]]
+
+
+def test_heads_and_hints_are_added_up_by_layer() -> None:
+    ring = StepRing(capacity=2, layers=2, workers=2)
+    for step in (0, 1):
+        stamps = ring.begin(step, 0)
+        stamps.lookahead(0, 7, 30)
+        stamps.lookahead(1, 2, 1)
+        stamps.hints(1, 8, 10, 7, 9, 6, 5, 4, 3, 2)
+        stamps.call(1, 0, 1, 100, 0, 40, 50)
+        stamps.call(1, 1, 1, 100, 0, 60, 20)
+        stamps.verified(1, 0, 3, 1, 0, 0, 512, 1024)
+        stamps.verified(1, 1, 0, 0, 4, 0, 0, 2048)
+        timings = stamps.finish(500, 0, 1, 1)
+        assert (timings.lookahead_ns, timings.lookahead_hidden_ns) == (9, 31)
+    ring.begin(2, 0).lookahead(0, 99, 99)  # not finished, so not counted
+    record = ring.read(1)
+    assert record is not None
+    assert record.hints.tolist() == [[7, 30, *[0] * 9], [2, 1, 8, 10, 7, 9, 6, 5, 4, 3, 2]]
+    assert record.verified[1].tolist() == [[3, 1, 0, 0, 512, 1024], [0, 0, 4, 0, 0, 2048]]
+    totals = dict(zip(LAYER_TOTALS, ring.layer_totals()[1].tolist(), strict=True))
+    assert totals["chosen"] == 16
+    assert (totals["named"], totals["found"]) == (20, 14)
+    assert [totals[f"{kind}_found"] for kind in ("next", "second", "refined")] == [12, 8, 4]
+    assert [totals[name] for name in ("hits", "late", "misses", "resident")] == [6, 2, 8, 0]
+    assert (totals["wasted_bytes"], totals["copied_bytes"]) == (1024, 6144)
+    assert totals["stall_ns"] == 120  # the slower of two workers that wait side by side
+    assert not ring.layer_totals()[0].any()
 
 
 def test_a_worker_that_reports_more_than_the_wait_leaves_no_negative_link() -> None:
@@ -84,7 +112,7 @@ def test_impossible_sizes_are_refused(sizes: tuple[int, int, int]) -> None:
 
 
 def test_memory_is_what_the_module_says() -> None:
-    assert StepRing(16, 48, 2).nbytes == 16 * 8 * (8 + 5 * 48 + 5 * 48 * 2)
+    assert StepRing(16, 48, 2).nbytes == 16 * 8 * (8 + 16 * 48 + 11 * 48 * 2)
 
 
 def test_a_racing_reader_sees_whole_steps_or_nothing() -> None:

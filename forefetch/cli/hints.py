@@ -1,0 +1,71 @@
+"""The part of `forefetch stats` about lookahead: what was named, what of it was chosen, and what that was worth to workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from forefetch.v1 import router_pb2
+
+_COLUMNS = (
+    *("chosen", "recall", "next", "second", "refined", "named"),
+    *("hit", "late", "miss", "resident", "wasted MB", "copied MB", "stall ms"),
+)
+
+
+def tables(stats: router_pb2.GetStatsResponse) -> Iterator[RenderableType]:
+    """A line, and a row for each layer, unless hints are off."""
+    hints = stats.hints
+    if not hints.mode:
+        return
+    yield ""
+    yield _line(hints)
+    seen = [layer for layer in hints.layers if layer.chosen or layer.misses or layer.hits or layer.late]
+    if seen:
+        yield _layers(seen)
+
+
+def _line(hints: router_pb2.HintStats) -> Text:
+    state = ("running", "green") if hints.running else ("idle: every expert is where it is needed", "dim")
+    heads = "trained heads" if hints.trained else "untrained heads"
+    counts = f"  {hints.sent:,} hints sent, {hints.dropped:,} dropped, {hints.failures:,} failures"
+    return Text.assemble(("lookahead ", "dim"), (f"{hints.mode}, {heads}  ", "bold"), state, counts)
+
+
+def _layers(layers: list[router_pb2.LayerHints]) -> Table:
+    """Distinct experts per step, summed over steps; shares are of those chosen."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("layer", *_COLUMNS):
+        table.add_column(heading, justify="right")
+    for layer in layers:
+        table.add_row(str(layer.layer), *_row(layer))
+    if len(layers) > 1:
+        table.add_row("all", *_row(_sum(layers)), style="bold")
+    return table
+
+
+def _row(layer: router_pb2.LayerHints) -> Iterator[str]:
+    yield f"{layer.chosen:,}"
+    for count in (layer.all, layer.next, layer.second, layer.refined):
+        yield f"{100 * count.found / layer.chosen:.1f} %" if count.named and layer.chosen else ""
+    yield f"{layer.all.named:,}"
+    for number in (layer.hits, layer.late, layer.misses, layer.resident):
+        yield f"{number:,}"
+    for size in (layer.wasted_bytes, layer.copied_bytes):
+        yield f"{size / 1e6:,.1f}"
+    yield f"{layer.stall_ns / 1e6:,.1f}"
+
+
+def _sum(layers: list[router_pb2.LayerHints]) -> router_pb2.LayerHints:
+    total = router_pb2.LayerHints()
+    for field in router_pb2.LayerHints.DESCRIPTOR.fields:
+        values = [getattr(layer, field.name) for layer in layers]
+        if field.message_type is None:
+            setattr(total, field.name, sum(values))
+        else:
+            count = router_pb2.HintCount(named=sum(v.named for v in values), found=sum(v.found for v in values))
+            getattr(total, field.name).CopyFrom(count)
+    return total

@@ -1,0 +1,100 @@
+"""What a step will need of a later layer, out of what heads say about its rows. Pure: numbers in, numbers out.
+
+Letters: T rows, M experts named per row, E experts, R rows that are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+FLOOR = 0.1
+"""A named expert less likely than this is not worth its bytes; benchmarks/LOG.md has what the cut costs."""
+
+MOST_ROWS = 64
+"""Rows of a step that are looked at. A step with more has a prompt in it, whose neighbours ask for much the same."""
+
+_SURE = 1.0 - 1e-9  # log(1 - p) stays finite
+_WEIGHT = 0.25  # of the newest duration in a running mean
+
+
+def chances(experts: Ints, probabilities: Floats, count: int) -> Floats:
+    """Experts [T, M] that heads name and how sure they are [T, M] -> [E] chance that at least one row chooses the expert.
+
+    Rows are taken as independent: 1 - prod(1 - p). Whatever heads make up, numbers come out: an expert that does not exist or a
+    probability that is not a number counts as not named.
+    """
+    named, sure = experts.ravel(), probabilities.ravel()
+    usable = (named >= 0) & (named < count) & (sure > 0.0)  # NaN is not greater
+    missed = np.log1p(-np.minimum(sure[usable], _SURE))
+    return -np.expm1(np.bincount(named[usable], weights=missed, minlength=count))
+
+
+def shortlist(chance: Floats, floor: float = FLOOR) -> Ints:
+    """Chances [E] -> the experts worth naming, likeliest first; of equals the one with the lower number."""
+    order = np.argsort(-chance, kind="stable")
+    return order[: int(np.count_nonzero(chance >= floor))]
+
+
+def looked_at(decodes: int, tokens: int, most: int = MOST_ROWS) -> Ints | None:
+    """Which of a step's rows to look at: every decoding one, then prompt rows evenly spread, `most` in all. None: all."""
+    if tokens <= most:
+        return None
+    first = min(decodes, most)
+    left = min(most - first, tokens - decodes)
+    spread = decodes + (np.arange(left) * (tokens - decodes)) // max(left, 1)
+    return np.concatenate((np.arange(first), spread))
+
+
+class Pace:
+    """How long until a later layer's gate, as recent steps took. Running means, for steps with and without prompts apart.
+
+    Time comes in as numbers, nanoseconds of any monotonic clock.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        """`layers`: those with routed experts, ascending."""
+        self._before = dict(zip(layers[1:], layers, strict=False))
+        self._spans: dict[tuple[bool, int, bool], float] = {}  # (prompts, layer, from behind it) -> ns to the next gate
+        self._last: dict[bool, tuple[int, int]] = {}  # from behind a layer or not -> (layer, when)
+        self._prompts = False
+
+    def begin(self, prompts: bool) -> None:
+        """A step starts; `prompts`: it computes prompt tokens."""
+        self._prompts = prompts
+        self._last.clear()
+
+    def gate(self, layer: int, now: int) -> None:
+        """The layer's gate has chosen."""
+        for behind, (before, since) in self._last.items():
+            if self._before.get(layer) == before:
+                self._learn((self._prompts, before, behind), now - since)
+        self._last = {False: (layer, now)}
+
+    def returned(self, layer: int, now: int) -> None:
+        """The layer's experts are back."""
+        self._last[True] = (layer, now)
+
+    def window(self, target: int, now: int) -> int:
+        """Nanoseconds until the gate of `target`, a layer ahead; 0 when it is due or when nothing is known yet."""
+        behind = True in self._last
+        if not self._last:
+            return 0
+        layer, since = self._last[behind]
+        spans = []
+        at = target
+        while at != layer:
+            at = self._before.get(at, layer)
+            spans.append(self._spans.get((self._prompts, at, behind and at == layer)))
+        if not spans or None in spans:
+            return 0
+        return max(0, int(sum(filter(None, spans))) - (now - since))
+
+    def _learn(self, key: tuple[bool, int, bool], duration: int) -> None:
+        before = self._spans.get(key)
+        self._spans[key] = float(duration) if before is None else before + _WEIGHT * (duration - before)

@@ -1,0 +1,237 @@
+"""Hints to workers: at each gate the heads name what the next two MoE layers will probably choose, and behind each layer the
+next one again; the step goes on whatever becomes of them.
+
+Heads run after a layer's rows were sent, so as a rule while workers compute. On a GPU their answer is fetched by a thread
+of its own, so that the step never waits for it. Letters: T rows, M experts named per row, E experts, K top-k, W workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from time import perf_counter_ns
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from forefetch.hints import FIRST, REFINED, ExpertHint
+from forefetch.telemetry.ring import StepStamps
+from router_service.batch import StepBatch
+from router_service.dispatch import Dispatch
+from router_service.forecast import Floats, Ints, Pace, chances, looked_at, shortlist
+from router_service.lookahead.heads import Hint
+from router_service.trunk import Attend
+
+log = logging.getLogger("forefetch.router")
+
+NEXT, SECOND, AGAIN = 0, 1, 2  # made one layer before, two before, and again behind the layer before
+MOST_FAILURES = 8  # in a row; then heads stay off until the router starts again
+MOST_WAITING = 32  # answers that a GPU has not finished
+
+
+class Heads(Protocol):
+    """What makes hints; `lookahead.Lookahead` is one."""
+
+    def predict(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, attend: Attend | None = None
+    ) -> list[Hint]:
+        """For the next two MoE layers, nearer first."""
+
+    def refine(self, layer: int, x: torch.Tensor) -> Hint | None:
+        """For the next one, from behind the layer."""
+
+
+@dataclass
+class _Step:
+    """The step that is running. `due`: layer -> kind -> experts named for it in time."""
+
+    batch: StepBatch
+    stamps: StepStamps
+    rows: torch.Tensor | None  # which rows are looked at; None: all real ones
+    due: dict[int, dict[int, Ints]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What heads said at one place, on its way to the host: experts and probabilities [D, T, M] of D targets."""
+
+    step: _Step
+    source: int
+    kinds: Sequence[int]
+    targets: Sequence[int]
+    both: torch.Tensor  # [2, D, T, M] float32; ids are exact in it
+    ready: torch.cuda.Event | None
+
+
+class Hints:
+    """A trunk's observer. `mode`: "attention", "plain" or "off"; `always`: also while every expert is resident everywhere.
+
+    Nothing here may end or change a step: what fails is counted and logged.
+    """
+
+    def __init__(
+        self,
+        heads: Heads,
+        dispatch: Dispatch,
+        *,
+        mode: str,
+        always: bool,
+        trained: bool,
+        clock: Callable[[], int] = perf_counter_ns,
+    ) -> None:
+        self.mode, self.always, self.trained = mode, always, trained
+        self.sent = self.failures = 0
+        self._heads, self._dispatch, self._workers, self._clock = heads, dispatch, dispatch.workers, clock
+        spec = dispatch.workers.spec
+        self._experts = spec.num_experts
+        self._pace, self._failed_in_a_row = Pace(spec.moe_layers), 0
+        self._now: _Step | None = None
+        self._waiting: SimpleQueue[_Answer | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether heads run in steps that begin now. Where nobody ever copies an expert there is nothing to gain."""
+        if self.mode == "off" or self._failed_in_a_row >= MOST_FAILURES:
+            return False
+        return self.always or any(worker.copies for worker in self._workers.rows)
+
+    @property
+    def dropped(self) -> int:
+        """Hints that never left because a stream was down or did not keep up."""
+        return sum(w.hints_dropped + (w.link.hints_dropped if w.link else 0) for w in self._workers.rows)
+
+    def begin(self, batch: StepBatch, stamps: StepStamps) -> Hints | None:
+        """A step starts: its observer, or None when heads do not run."""
+        if not self.running:
+            self._now = None
+            return None
+        self._dispatch.chosen = self._dispatch.chosen[:0]
+        rows = looked_at(batch.decodes, batch.tokens)
+        device = batch.token_ids.device
+        self._now = _Step(batch, stamps, None if rows is None else torch.from_numpy(rows).to(device))
+        self._pace.begin(bool(batch.prefills))
+        return self
+
+    def chosen(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, attend: Attend) -> None:
+        """Counts what had been named for this layer; names experts of the next two."""
+        self._guarded(lambda step: self._chosen(step, layer, x, ids, weights, attend))
+
+    def returned(self, layer: int, x: torch.Tensor) -> None:
+        """Names the next layer's again."""
+        self._guarded(lambda step: self._returned(step, layer, x))
+
+    def close(self) -> None:
+        """Ends the thread, if there is one."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join(timeout=2.0)
+
+    # ---- inside the step ----
+
+    def _guarded(self, action: Callable[[_Step], None]) -> None:
+        if self._now is None:
+            return
+        try:
+            action(self._now)
+            self._failed_in_a_row = 0
+        except Exception:  # heads are no part of the model: whatever they do, the step goes on
+            self.failures += 1
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row in (1, MOST_FAILURES):
+                log.exception("lookahead failed %d times in a row", self._failed_in_a_row)
+            if self._failed_in_a_row >= MOST_FAILURES:
+                self._now = None
+
+    def _chosen(
+        self, step: _Step, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, attend: Attend
+    ) -> None:
+        self._pace.gate(layer, self._clock())
+        self._count(step, layer, ids)
+        # Token by token only: in a prefill rows would see one another's estimates, and the whole chunk's attention run again.
+        walk = attend if self.mode == "attention" and not step.batch.prefills else None
+        if walk is None:
+            x, ids, weights = (self._picked(step, part) for part in (x, ids, weights))
+        named = self._heads.predict(layer, x, ids, weights, walk)
+        self._answer(step, layer, named, (NEXT, SECOND))
+
+    def _returned(self, step: _Step, layer: int, x: torch.Tensor) -> None:
+        self._pace.returned(layer, self._clock())
+        hint = self._heads.refine(layer, self._picked(step, x))
+        if hint is not None:
+            self._answer(step, layer, [hint], (AGAIN,))
+
+    @staticmethod
+    def _picked(step: _Step, part: torch.Tensor) -> torch.Tensor:
+        """The rows that are looked at, without padding."""
+        return part[: step.batch.tokens] if step.rows is None else part[step.rows]
+
+    def _answer(self, step: _Step, source: int, hints: Sequence[Hint], kinds: Sequence[int]) -> None:
+        """Experts and probabilities to the host, then to the workers; on a GPU that is for the thread to do."""
+        if not hints:
+            return
+        rows = min(len(hints[0].experts), step.batch.tokens)  # with attention, padding took part
+        both = torch.stack([torch.stack([part[:rows].float() for part in (h.experts, h.probabilities)]) for h in hints], dim=1)
+        targets = [hint.layer for hint in hints]
+        if both.device.type != "cuda":
+            self._deliver(_Answer(step, source, kinds, targets, both, None))
+        elif self._waiting.qsize() < MOST_WAITING:
+            host = torch.empty(both.shape, pin_memory=True).copy_(both, non_blocking=True)
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record()
+            self._start_thread()
+            self._waiting.put(_Answer(step, source, kinds, targets, host, ready))
+
+    def _count(self, step: _Step, layer: int, ids: torch.Tensor) -> None:
+        """What the layer chose against what was named for it, and what for each kind of hint."""
+        named = dict(step.due.pop(layer, {}))  # a copy: the thread below may be adding to it
+        if not named:
+            return
+        chosen = np.unique(self._dispatch.chosen if self._dispatch.chosen.size else ids[: step.batch.tokens].cpu().numpy())
+        found = [np.intersect1d(chosen, experts).size for experts in named.values()]
+        everything = np.unique(np.concatenate(list(named.values())))
+        kinds = dict(zip(named, zip((len(e) for e in named.values()), found, strict=True), strict=True))
+        by_kind = [count for kind in (NEXT, SECOND, AGAIN) for count in kinds.get(kind, (0, 0))]
+        step.stamps.hints(layer, chosen.size, everything.size, np.intersect1d(chosen, everything).size, *by_kind)
+
+    # ---- to the workers: the engine's thread, or on a GPU the one below ----
+
+    def _deliver(self, answer: _Answer) -> None:
+        experts, probabilities = answer.both.numpy()
+        for place, target in enumerate(answer.targets):
+            chance = chances(experts[place].astype(np.int64), probabilities[place].astype(np.float64), self._experts)
+            names = shortlist(chance)
+            answer.step.due.setdefault(target, {})[answer.kinds[place]] = names
+            phase = REFINED if answer.kinds[place] == AGAIN else FIRST
+            self._send(answer.step.batch.step, answer.source, target, phase, names, chance)
+
+    def _send(self, step: int, source: int, target: int, phase: int, names: Ints, chance: Floats) -> None:
+        """One hint to each worker that holds one of the named experts."""
+        owner = self._workers.owner[target][names]
+        window = self._pace.window(target, self._clock())
+        for worker in self._workers.rows:
+            link, own = worker.link, names[owner == worker.index]
+            if link is not None and own.size:
+                likely = chance[own].astype(np.float32)
+                link.hint(ExpertHint(step, source, target, phase, own.astype(np.int32), likely, window))
+                self.sent += 1
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._fetch, name="hints", daemon=True)
+            self._thread.start()
+
+    def _fetch(self) -> None:
+        while (answer := self._waiting.get()) is not None:
+            try:
+                assert answer.ready is not None
+                answer.ready.synchronize()
+                if answer.step is self._now:  # else the step is over, or broke off
+                    self._deliver(answer)
+            except Exception:
+                self.failures += 1
+                log.exception("a hint could not be delivered")

@@ -1,0 +1,182 @@
+"""Hints between real processes: whatever is predicted, tokens and log-probabilities are the same to the bit.
+
+Routers differ in link, mode and the file that their heads come from; those of one link share their workers. Wrong heads are
+real files: written as training writes them, about the wrong experts, always the same ones, or full of NaN.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from cluster_calls import SMALL, Answer, Background, Router, until
+from reference_model import CASES
+
+from forefetch.cluster import Cluster, ClusterConfig, Extra
+from forefetch.process import Process
+from forefetch.spec import ModelSpec
+from forefetch.weights import Checkpoint
+from router_service.lookahead import store
+from router_service.lookahead.estimate import Network
+from router_service.lookahead.heads import ATTENDED, REFINED, Head
+from router_service.lookahead.store import Trained
+
+CASE = "qwen3"
+PROMPT = CASES[CASE].prompt
+TOKENS = 24
+START_S = 90.0
+
+
+def wrong_heads(spec: ModelSpec, kind: str) -> Trained:
+    """Heads that are wrong in one way, for every layer and distance."""
+    draw, experts, hidden = torch.Generator().manual_seed(5), spec.num_experts, spec.hidden_size
+    trained = Trained(
+        {layer: 9.0 * torch.randn(experts, hidden, generator=draw) for layer in spec.moe_layers},
+        {layer: torch.rand(experts, generator=draw) for layer in spec.moe_layers},
+    )
+    for layer in spec.moe_layers:
+        for distance in (REFINED, 1, 2, ATTENDED + 1, ATTENDED + 2):
+            width = hidden if distance == REFINED else 2 * hidden + experts
+            offset = torch.zeros(experts) if kind == "shuffled" else 50.0 * (torch.arange(experts) < 3)
+            up = torch.randn(experts, 4, generator=draw) * (20.0 if kind == "shuffled" else 0.0)
+            network = Network(torch.randn(4, width, generator=draw), torch.zeros(4), up, offset)
+            trained.heads[layer, distance] = Head(network, float("nan") if kind == "NaN" else 1.0, 0.0)
+    return trained
+
+
+# name -> link, flags, heads' file ("": none). The first of each link is what the others must equal.
+ROUTERS = {
+    "grpc off": ("grpc", "off", ""),
+    "grpc constant": ("grpc", "plain", "constant"),
+    "grpc NaN": ("grpc", "attention", "NaN"),
+    "shm off": ("shm", "off", ""),
+    "shm shuffled": ("shm", "attention", "shuffled"),
+    "shm own gates": ("shm", "auto", ""),
+    "local off": ("local", "off", ""),
+    "local shuffled": ("local", "plain", "shuffled"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """folders("NaN") -> the checkpoint with such heads beside it; "" -> without."""
+    plain = checkpoint(CASE)
+    spec, digest = ModelSpec.load(plain), Checkpoint(plain).digest
+    found = {"": plain}
+    for kind in ("constant", "NaN", "shuffled"):
+        found[kind] = tmp_path_factory.mktemp(kind) / plain.name
+        shutil.copytree(plain, found[kind])
+        store.save(wrong_heads(spec, kind), found[kind], digest)
+    return found.__getitem__
+
+
+def _spawn(stack: ExitStack, module: str, flags: list[str]) -> Process:
+    process = Process(module, module, flags, dict(os.environ))
+    stack.callback(process.end, 0.0)
+    process.spawn()
+    return process
+
+
+@pytest.fixture(scope="module")
+def routers(folders: Callable[[str], Path]) -> Iterator[dict[str, Router]]:
+    with ExitStack() as stack:
+        model = f"--model={folders('')}"
+        workers = [
+            _spawn(stack, "expert_worker", [model, "--device=cpu", f"--shard={i}", "--shards=2", "--slots=4"]) for i in range(2)
+        ]
+        for worker in workers:
+            worker.wait_ready(START_S)
+        addresses, processes = ",".join(worker.address for worker in workers), {}
+        for name, (link, mode, heads) in ROUTERS.items():
+            where = ["--slots=4"] if link == "local" else [f"--workers={addresses}", f"--link={link}"]
+            flags = [f"--model={folders(heads)}", "--device=cpu", *SMALL, f"--hints={mode}", *where]
+            processes[name] = _spawn(stack, "router_service", flags)
+        clients = {}
+        for name, process in processes.items():
+            process.wait_ready(START_S)
+            clients[name] = Router(process.address)
+            stack.callback(clients[name].close)
+        yield clients
+
+
+def logprobs(answer: Answer) -> list[float]:
+    return [event.logprob.logprob for event in answer.events]
+
+
+def test_no_hint_changes_a_token_or_a_bit_of_its_log_probability(routers: dict[str, Router]) -> None:
+    """A prompt in several chunks, and two streams side by side, so that steps have prompts, one row and two."""
+    together: dict[str, tuple[list[int], list[int]]] = {}
+    for name, router in routers.items():
+        beside = Background(router, PROMPT[:5], TOKENS)
+        together[name] = (router.generate(PROMPT * 2, TOKENS).tokens, beside.done().tokens)
+    alone = {name: router.generate(PROMPT * 2, TOKENS, top_logprobs=0) for name, router in routers.items()}
+    for name, answer in alone.items():
+        off = f"{ROUTERS[name][0]} off"
+        assert together[name] == together[off], name
+        assert answer.tokens == alone[off].tokens, name
+        assert logprobs(answer) == logprobs(alone[off]), name  # alone, steps are the same from run to run
+
+
+def test_what_was_sent_and_found_adds_up(routers: dict[str, Router]) -> None:
+    for name, router in routers.items():
+        router.generate(PROMPT, 4)
+        hints = router.stats().hints
+        if ROUTERS[name][1] == "off":
+            assert not hints.mode
+            continue
+        assert hints.mode == {"auto": "plain"}.get(ROUTERS[name][1], ROUTERS[name][1])
+        assert hints.running
+        assert hints.failures == 0
+        assert hints.trained == bool(ROUTERS[name][2])
+        assert (hints.sent > 0) == (ROUTERS[name][2] != "NaN"), name
+        for layer in hints.layers:
+            for count in (layer.all, layer.next, layer.second, layer.refined):
+                assert count.found <= min(count.named, layer.chosen)
+            assert layer.all.named <= layer.next.named + layer.second.named + layer.refined.named
+            assert layer.hits + layer.late + layer.misses + layer.resident >= layer.chosen
+        assert sum(layer.misses + layer.late + layer.hits for layer in hints.layers) > 0, "4 slots for 12 experts"
+        if ROUTERS[name][2] == "":
+            assert sum(layer.all.found for layer in hints.layers) > 0
+
+
+def test_a_trace_tells_heads_from_workers(routers: dict[str, Router]) -> None:
+    from forefetch.v1 import router_pb2
+
+    router = routers["shm shuffled"]
+    router.generate(PROMPT, 6, request_id="told")
+    trace = router.stub.GetTrace(router_pb2.GetTraceRequest(request_id="told"), timeout=10.0)
+    for step in trace.steps:
+        parts = step.timings
+        assert parts.lookahead_ns > 0
+        own = (parts.attention_ns, parts.gate_ns, parts.lookahead_ns, parts.link_ns, parts.queue_ns, parts.copy_wait_ns)
+        assert sum((*own, parts.expert_ns, parts.combine_ns, parts.sampling_ns)) <= parts.total_ns
+    layers = [layer for step in trace.steps for layer in step.layers]
+    assert any(layer.named for layer in layers)
+    assert all(layer.found <= min(layer.named, layer.chosen) for layer in layers)
+    assert sum(layer.lookahead_ns for layer in trace.steps[-1].layers) == trace.steps[-1].timings.lookahead_ns
+
+
+def test_a_worker_that_dies_under_hints_is_waited_for(folders: Callable[[str], Path]) -> None:
+    config = ClusterConfig(
+        model=str(folders("shuffled")), workers=2, link="shm", kv=False, port=0, device="cpu", start_s=START_S, slots="4"
+    )
+    with Cluster.start(config, extra=Extra((*SMALL, "--hints=attention", "--worker-grace-s=60"), (), ())) as cluster:
+        router = Router(cluster.address)
+        expected = router.generate(PROMPT, 150).tokens
+        stream = Background(router, PROMPT, 150)
+        stream.wait_for(8)
+        cluster.kill("worker-1", signal.SIGKILL)
+        cluster.restart("worker-1")
+        assert stream.done().tokens == expected
+        assert stream.finish is not None
+        until(lambda: router.stats().hints.running)
+        before = router.stats().hints.sent
+        assert router.generate(PROMPT, 8).tokens == expected[:8]
+        assert router.stats().hints.sent > before, "the new link has a hint stream of its own"
+        router.close()

@@ -1,0 +1,366 @@
+"""Hints inside a step: nothing they do shows in logits or in committed K and V; what they name is counted right.
+
+The trunk and the worker core are real and in this process; what makes hints is replaced where a test wants it wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from reference_model import CASES
+from torch import Tensor
+from trunk_rig import PAGE, Rig
+
+from expert_worker import client
+from forefetch.errors import LinkDown
+from forefetch.hints import FIRST, REFINED, ExpertHint
+from forefetch.telemetry.hints import layer_hints
+from forefetch.telemetry.ring import StepRing, StepStamps
+from forefetch.wire import LayerCall, LayerReply
+from router_service import forecast
+from router_service.batch import StepBatch
+from router_service.dispatch import Dispatch
+from router_service.hints import MOST_FAILURES, Heads, Hints
+from router_service.lookahead.estimate import Estimator
+from router_service.lookahead.heads import Hint, Lookahead
+from router_service.scheduler import Request
+from router_service.trunk import Attend
+from router_service.workers import Workers
+
+CASE = "qwen3-dense-first"  # a dense layer in front and between: 5 layers, routed experts in 1 and 3
+DEEP = "qwen3"  # 3 layers, all with routed experts
+PROMPTS = (7, 3, 12)
+TOKENS = 12
+
+
+class Spy(client.Link):
+    """A local link that keeps what it is told."""
+
+    kind = "local"
+
+    def __init__(self, inner: client.Link) -> None:
+        super().__init__(inner.address, inner.info)
+        self.inner, self.hints, self.calls = inner, list[ExpertHint](), list[tuple[int, int, frozenset[int]]]()
+
+    def submit(self, call: LayerCall) -> None:
+        self.calls.append((call.step, call.layer, frozenset(call.pair_expert.tolist())))
+        self.inner.submit(call)
+
+    def collect(self, timeout_s: float) -> LayerReply:
+        return self.inner.collect(timeout_s)
+
+    def hint(self, hint: ExpertHint) -> None:
+        assert not hint.flaw
+        self.hints.append(hint)
+        self.inner.hint(hint)
+
+    @property
+    def hints_dropped(self) -> int:
+        return self.inner.hints_dropped
+
+    def _send(self, call: LayerCall) -> None: ...
+
+    def _receive(self, call: LayerCall, timeout_s: float) -> LayerReply: ...  # type: ignore[empty-body]
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class World:
+    """A rig whose experts are workers, two shards unless told otherwise."""
+
+    rig: Rig
+    dispatch: Dispatch
+    links: list[Spy]
+    requests: list[Request] = field(default_factory=list)
+    pages: list[tuple[int, ...]] = field(default_factory=list)  # of the requests, while they had some
+
+    def hints(self, heads: Heads, mode: str, *, always: bool = True) -> Hints:
+        self.rig.hints = Hints(heads, self.dispatch, mode=mode, always=always, trained=False)
+        return self.rig.hints
+
+    def answer(self) -> tuple[list[list[int]], list[Tensor]]:
+        """Tokens of all requests, and logits of all steps."""
+        self.requests = [self.rig.add(CASES[DEEP].prompt[:n], TOKENS) for n in PROMPTS]
+        self.pages = [request.pages for request in self.requests]
+        logits = []
+        while (found := self.rig.step()) is not None:
+            logits.append(found)
+        return [request.tokens for request in self.requests], logits
+
+    def tier0(self) -> Lookahead:
+        return Lookahead(self.rig.trunk, Estimator(self.rig.trunk, {}), {})
+
+
+@pytest.fixture
+def world(checkpoint: Callable[[str], Path]) -> Iterator[Callable[..., World]]:
+    opened: list[Workers] = []
+
+    def make(case: str = DEEP, slots: str = "100%", shards: int = 2, max_step_tokens: int = 9) -> World:
+        rig, folder = Rig(checkpoint(case), max_step_tokens=max_step_tokens), checkpoint(case)
+        links = [
+            Spy(client.local(client.ExpertConfig(model=str(folder), shard=i, shards=shards, slots=slots)))
+            for i in range(shards)
+        ]
+        table = Workers(
+            rig.spec, [f"w{i}:1" for i in range(shards)], lambda address: links[int(address[1 : address.index(":")])]
+        )
+        table.wait_complete(5.0)
+        opened.append(table)
+        dispatch = Dispatch(table, 5.0)
+        rig.experts, rig.ring = dispatch, StepRing(4, rig.spec.layers, shards)
+        return World(rig, dispatch, links)
+
+    yield make
+    for table in opened:
+        table.close()
+
+
+class Shuffled:
+    """The real heads, about the wrong experts."""
+
+    def __init__(self, heads: Lookahead, experts: int) -> None:
+        self.heads, self.order = heads, torch.randperm(experts, generator=torch.Generator().manual_seed(1))
+
+    def _wrong(self, hint: Hint) -> Hint:
+        return Hint(hint.layer, self.order[hint.experts], hint.probabilities)
+
+    def predict(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, attend: Attend | None = None) -> list[Hint]:
+        return [self._wrong(hint) for hint in self.heads.predict(layer, x, ids, weights, attend)]
+
+    def refine(self, layer: int, x: Tensor) -> Hint | None:
+        hint = self.heads.refine(layer, x)
+        return None if hint is None else self._wrong(hint)
+
+
+class Constant:
+    """The same experts for every row, with the same certainty: a number, NaN, infinity, and an expert that does not exist."""
+
+    def __init__(self, targets: dict[int, tuple[int, ...]], experts: tuple[int, ...], probability: float) -> None:
+        self.targets, self.experts, self.probability = targets, experts, probability
+
+    def _hint(self, target: int, rows: int) -> Hint:
+        experts = torch.tensor(self.experts).expand(rows, -1)
+        return Hint(target, experts, torch.full(experts.shape, self.probability))
+
+    def predict(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, attend: Attend | None = None) -> list[Hint]:
+        return [self._hint(target, len(x)) for target in self.targets[layer]]
+
+    def refine(self, layer: int, x: Tensor) -> Hint | None:
+        return self._hint(self.targets[layer][0], len(x)) if self.targets[layer] else None
+
+
+class Failing:
+    """Walks through the attention ahead with nonsense, then fails."""
+
+    def __init__(self, trunk: Lookahead) -> None:
+        self.targets = trunk.targets
+
+    def predict(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, attend: Attend | None = None) -> list[Hint]:
+        for target in self.targets[layer] if attend is not None else ():
+            attend(target, torch.full_like(x, float("nan")))
+        raise RuntimeError("heads are broken")
+
+    def refine(self, layer: int, x: Tensor) -> Hint | None:
+        raise RuntimeError("heads are broken")
+
+
+def predictors(world: World) -> dict[str, Heads]:
+    real, experts = world.tier0(), world.rig.spec.num_experts
+    return {
+        "own gates": real,
+        "shuffled": Shuffled(real, experts),
+        "constant": Constant(real.targets, (0, 1, 2, 3), 0.9),
+        "certain": Constant(real.targets, tuple(range(experts)), 1.0),
+        "NaN": Constant(real.targets, (0, 1), float("nan")),
+        "infinite": Constant(real.targets, (5, 2), float("inf")),
+        "no such expert": Constant(real.targets, (-1, experts, 2**31), 0.9),
+        "failing": Failing(real),
+    }
+
+
+@pytest.mark.parametrize(("case", "slots"), [(CASE, "100%"), (DEEP, "3")])
+def test_no_predictor_in_any_mode_changes_a_bit(world: Callable[..., World], case: str, slots: str) -> None:
+    plain = world(case, slots)
+    tokens, logits = plain.answer()
+    kv = [pool.clone() for pool in (*plain.rig.trunk.cache.k, *plain.rig.trunk.cache.v)]
+    for mode in ("plain", "attention"):
+        for name in predictors(plain):
+            other = world(case, slots)
+            hints = other.hints(predictors(other)[name], mode)
+            found, others = other.answer()
+            assert found == tokens, (mode, name)
+            assert all(torch.equal(a, b) for a, b in zip(logits, others, strict=True)), (mode, name)
+            pools = (*other.rig.trunk.cache.k, *other.rig.trunk.cache.v)
+            assert all(same_committed(other, a, b) for a, b in zip(kv, pools, strict=True)), (mode, name)
+            assert (hints.failures > 0) == (name == "failing")
+            assert (hints.sent > 0) == (name not in ("failing", "NaN", "no such expert"))
+
+
+def same_committed(world: World, before: Tensor, after: Tensor) -> bool:
+    """Whether two pools [Hkv, pages, page, D] agree in all that requests committed, to the bit."""
+    for request, owned in zip(world.requests, world.pages, strict=True):
+        positions = torch.arange(request.computed)
+        pages = torch.tensor(owned)[positions // PAGE]
+        if not torch.equal(before[:, pages, positions % PAGE], after[:, pages, positions % PAGE]):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("breaks_at", range(3))
+def test_a_step_that_breaks_off_behind_hints_is_replayed_to_the_bit(world: Callable[..., World], breaks_at: int) -> None:
+    """The attention ahead has written K and V of later layers by then; the replay must not see any of it."""
+    tokens, logits = world().answer()
+    broken = world()
+    broken.hints(broken.tier0(), "attention")
+    add, left = broken.dispatch.add, [3, 1, 4]
+
+    def breaking(out: Tensor, layer: int, stamps: StepStamps) -> int:
+        busy = add(out, layer, stamps)
+        if layer == breaks_at and left and broken.rig.steps == left[-1]:
+            left.pop()
+            raise LinkDown(0, "gone")
+        return busy
+
+    broken.dispatch.add = breaking  # type: ignore[method-assign]
+    broken.requests = [broken.rig.add(CASES[DEEP].prompt[:n], TOKENS) for n in PROMPTS]
+    found = []
+    while True:
+        try:
+            step = broken.rig.step()
+        except LinkDown:
+            continue  # nothing was committed: the same rows are planned again
+        if step is None:
+            break
+        found.append(step)
+    assert len(left) < 3
+    assert [request.tokens for request in broken.requests] == tokens
+    assert all(torch.equal(a, b) for a, b in zip(logits, found, strict=True))
+
+
+def test_pages_of_a_cancelled_request_carry_nothing_over(world: Callable[..., World]) -> None:
+    """Estimates of a step are left in the pages of a request that is cancelled; the next owner must not read them."""
+    clean = world()
+    clean.requests = [clean.rig.add(CASES[DEEP].prompt[:5], TOKENS)]
+    expected = list(iter(clean.rig.step, None))
+    dirty = world()
+    dirty.hints(Failing(dirty.tier0()), "attention")
+    gone = dirty.rig.add(CASES[DEEP].prompt[:13], 20)
+    before = gone.pages
+    for _ in range(4):
+        dirty.rig.step()
+    dirty.rig.scheduler.remove(gone, 0.0)
+    again = dirty.rig.add(CASES[DEEP].prompt[:5], TOKENS)
+    assert again.pages[0] in before
+    found = list(iter(dirty.rig.step, None))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["plain", "attention"])
+def test_what_is_named_is_counted_against_what_workers_were_asked_for(world: Callable[..., World], mode: str) -> None:
+    """Brute force over the frames and hints that the links saw."""
+    at = world()
+    hints = at.hints(at.tier0(), mode)
+    at.answer()
+    assert hints.sent == sum(len(link.hints) for link in at.links)
+    named: dict[tuple[int, int], dict[tuple[int, bool], set[int]]] = {}
+    for hint in (hint for link in at.links for hint in link.hints):
+        kind = (hint.source, hint.phase == REFINED)
+        named.setdefault((hint.step, hint.layer), {}).setdefault(kind, set()).update(hint.experts.tolist())
+    chosen: dict[tuple[int, int], set[int]] = {}
+    for step, layer, experts in (call for link in at.links for call in link.calls):
+        chosen.setdefault((step, layer), set()).update(experts)
+    for count in layer_hints(at.rig.ring, at.rig.spec.moe_layers):
+        keys = [key for key in named if key[1] == count.layer]
+        union = {key: set().union(*named[key].values()) for key in keys}
+        assert count.chosen == sum(len(chosen[key]) for key in keys)
+        assert count.all.named == sum(map(len, union.values()))
+        assert count.all.found == sum(len(union[key] & chosen[key]) for key in keys)
+        for kind, what in ((count.next, (count.layer - 1, False)), (count.second, (count.layer - 2, False))):
+            assert kind.named == sum(len(named[key].get(what, ())) for key in keys)
+            assert kind.found == sum(len(named[key].get(what, set()) & chosen[key]) for key in keys)
+        assert count.refined.named == sum(len(named[key].get((count.layer - 1, True), ())) for key in keys)
+        assert count.hits + count.late + count.misses + count.resident == sum(
+            len(experts) for link in at.links for _, layer, experts in link.calls if layer == count.layer
+        )
+        assert (count.all.found > 0) == (count.layer > 0)
+
+
+def test_each_worker_hears_of_its_own_experts_likeliest_first(world: Callable[..., World]) -> None:
+    at = world(shards=3)
+    at.hints(at.tier0(), "attention")
+    at.answer()
+    for link in at.links:
+        held = set(link.info.layers[1])
+        assert link.hints
+        for hint in link.hints:
+            assert set(hint.experts.tolist()) <= held
+            assert (np.diff(hint.probabilities) <= 0).all()
+            assert (hint.probabilities >= np.float32(forecast.FLOOR)).all()
+            assert hint.layer > hint.source
+            assert hint.layer - hint.source <= 2
+            assert hint.phase == FIRST or hint.layer == hint.source + 1
+    assert any(hint.window_ns > 0 for link in at.links for hint in link.hints)
+
+
+def test_heads_run_by_themselves_only_where_experts_are_copied(world: Callable[..., World]) -> None:
+    full, few = world(), world(slots="3")
+    for at, expected in ((full, False), (few, True)):
+        hints = at.hints(at.tier0(), "plain", always=False)
+        at.answer()
+        assert hints.running is expected
+        assert (hints.sent > 0) is expected
+    few.dispatch.workers.lost(0, "gone")
+    few.dispatch.workers.lost(1, "gone")
+    assert not few.rig.hints.running  # type: ignore[union-attr]  # what comes back may hold everything
+    off = few.hints(few.tier0(), "off", always=False)
+    assert not off.running
+
+
+def test_heads_that_keep_failing_are_switched_off(world: Callable[..., World], caplog: pytest.LogCaptureFixture) -> None:
+    at = world()
+    hints = at.hints(Failing(at.tier0()), "plain")
+    at.answer()
+    assert hints.failures == MOST_FAILURES
+    assert not hints.running
+    assert "heads are broken" in caplog.text
+
+
+def test_long_prompts_are_looked_at_in_part(world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router_service.hints.looked_at", lambda decodes, tokens: forecast.looked_at(decodes, tokens, 4))
+    at = world(max_step_tokens=20)
+    seen: list[tuple[int, bool]] = []
+    real = at.tier0()
+
+    class Counting(Constant):
+        def predict(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, attend: Attend | None = None) -> list[Hint]:
+            assert len(x) == len(ids) == len(weights)
+            seen.append((len(x), attend is not None))
+            return real.predict(layer, x, ids, weights, attend)
+
+    at.hints(Counting(real.targets, (0,), 0.5), "attention")
+    at.answer()
+    assert (4, False) in seen, "rows of a prompt, without attention"
+    assert {rows for rows, attended in seen if attended} <= set(range(1, len(PROMPTS) + 1))
+    assert any(attended for _, attended in seen)
+    assert max(rows for rows, _ in seen) == 4
+
+
+def test_a_padded_step_names_for_its_real_rows_only(world: Callable[..., World]) -> None:
+    at = world()
+    hints = at.hints(Constant({0: (1,), 1: (2,), 2: ()}, (1, 2), 0.5), "plain")
+    empty = torch.empty(0, dtype=torch.int64)
+    batch = StepBatch(3, 2, 2, empty, empty, empty, empty, [], (), empty)
+    observer = hints.begin(batch, at.rig.ring.begin(3, 0))
+    assert observer is hints
+    x, ids = torch.zeros(8, at.rig.spec.hidden_size), torch.zeros(8, 2, dtype=torch.int64)
+    hints.chosen(0, x, ids, torch.ones(8, 2), lambda layer, estimate: estimate)
+    found = [hint for link in at.links for hint in link.hints]
+    assert found
+    for hint in found:
+        np.testing.assert_allclose(hint.probabilities, 0.75, err_msg="two rows, not eight")
