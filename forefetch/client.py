@@ -5,17 +5,20 @@
             print(event.text, end="", flush=True)
         completion = await client.complete([{"role": "user", "content": "Hello"}], temperature=0.7, seed=1)
 
-`SyncClient` has the same methods without `async`. A prompt is text, token ids, or chat messages with "role" and "content".
-Errors are those of `forefetch.errors`. A timeout is the call's deadline, in seconds; leaving an iterator early cancels the
-request. The current OpenTelemetry span, if any, becomes the parent of the request's spans.
+`SyncClient` has the same methods without `async`. With several addresses ("a:1,b:1") a request that finds its router gone goes
+to the next one; with `session="name"` an answer that breaks off is resumed there, without a lost, repeated or changed token.
+
+A prompt is text, token ids, or chat messages with "role" and "content". Errors are those of `forefetch.errors`. A timeout is
+the call's deadline, in seconds; leaving an iterator early cancels the request. The current OpenTelemetry span, if any, becomes
+the parent of the request's spans.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from time import perf_counter
+from time import perf_counter, sleep
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -24,37 +27,58 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from forefetch import messages, rpc
-from forefetch.messages import Completion, Event, Finish, Options, Prompt, StepTimings, Token, Usage
+from forefetch.attempts import Attempts
+from forefetch.errors import ForefetchError
+from forefetch.messages import Completion, Event, Finish, Options, Prompt, Session, StepTimings, Token, Usage
 from forefetch.telemetry import context
 from forefetch.v1 import router_pb2, router_pb2_grpc
 
-__all__ = ["Client", "Completion", "Event", "Finish", "Options", "Prompt", "StepTimings", "SyncClient", "Token", "Usage"]
+__all__ = [
+    "Client",
+    "Completion",
+    "Event",
+    "Finish",
+    "Options",
+    "Prompt",
+    "Session",
+    "StepTimings",
+    "SyncClient",
+    "Token",
+    "Usage",
+]
 
 UNARY_TIMEOUT_S = 10.0
+PATIENCE_S = 30.0
 R = TypeVar("R")
 _Metadata = tuple[tuple[str, str], ...]
 
 
 class Client:
-    """For asyncio: any number of concurrent calls, within one event loop. `address` is a router's host:port.
+    """For asyncio: any number of concurrent calls, within one event loop. `address` is a router's host:port, or several with
+    commas between; calls go to the one that answered last. `patience_s`: how long a generation that can be sent again looks
+    for a router, seconds without a token.
 
-    The connection is made on the first call; `close`, or leaving `async with`, ends it and the calls that still run.
+    Connections are made on the first call; `close`, or leaving `async with`, ends them and the calls that still run.
     """
 
-    def __init__(self, address: str, *, tls: rpc.Tls | None = None) -> None:
-        self.address, self._tls = address, tls
+    def __init__(self, address: str, *, tls: rpc.Tls | None = None, patience_s: float = PATIENCE_S) -> None:
+        self.address, self._tls, self._patience_s = address, tls, patience_s
+        self._addresses, self._at = address.split(","), 0
+        self._channels: dict[str, grpc.aio.Channel] = {}
 
-    @cached_property
-    def _channel(self) -> grpc.aio.Channel:
-        return rpc.aio_channel(self.address, self._tls)  # must be made inside the loop
+    def _stub_of(self, address: str) -> router_pb2_grpc.RouterServiceAsyncStub:
+        if address not in self._channels:
+            self._channels[address] = rpc.aio_channel(address, self._tls)  # must be made inside the loop
+        return router_pb2_grpc.RouterServiceStub(self._channels[address])
 
-    @cached_property
+    @property
     def _stub(self) -> router_pb2_grpc.RouterServiceAsyncStub:
-        return router_pb2_grpc.RouterServiceStub(self._channel)
+        return self._stub_of(self._addresses[self._at])
 
     async def close(self) -> None:
-        """Ends the connection. A closed client cannot be used again."""
-        await self._channel.close()
+        """Ends the connections. A closed client cannot be used again."""
+        for channel in self._channels.values():
+            await channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -63,7 +87,7 @@ class Client:
         await self.close()
 
     def generate(
-        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
+        self, prompt: Prompt | None, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Event, None]:
         """Streams tokens, then one Finish. A value that does not fit its field raises BadRequest here, before any call."""
         return self._stream(messages.generate_request(prompt, options), _metadata(), timeout)
@@ -72,15 +96,23 @@ class Client:
         self, request: router_pb2.GenerateRequest, metadata: _Metadata, timeout: float | None
     ) -> AsyncGenerator[Event, None]:
         started = perf_counter()
-        call = self._stub.Generate(request, timeout=timeout, metadata=metadata)
-        try:
-            with _our_errors():
-                async for response in call:
-                    yield messages.event(response, (perf_counter() - started) * 1e3)
-        finally:
-            call.cancel()  # no effect on a call that has ended
+        attempts = Attempts(request, self._addresses, self._at, self._patience_s)
+        while True:
+            stub = self._stub_of(attempts.address)
+            call = stub.Generate(attempts.request, timeout=_left(timeout, started), metadata=metadata)
+            try:
+                with _our_errors():
+                    async for response in call:
+                        self._at = attempts.index
+                        yield _seen(attempts, response, started)
+                return
+            except ForefetchError as error:
+                pause = attempts.again(error, perf_counter())
+            finally:
+                call.cancel()  # no effect on a call that has ended
+            await asyncio.sleep(pause)
 
-    async def complete(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
+    async def complete(self, prompt: Prompt | None, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
         """The whole answer at once."""
         return messages.completion([event async for event in self.generate(prompt, timeout=timeout, **options)])
 
@@ -108,14 +140,20 @@ class Client:
 class SyncClient:
     """`Client` for code without asyncio; may be used from several threads. `generate` returns a plain generator."""
 
-    def __init__(self, address: str, *, tls: rpc.Tls | None = None) -> None:
-        self.address = address
-        self._channel = rpc.channel(address, tls)
-        self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
+    def __init__(self, address: str, *, tls: rpc.Tls | None = None, patience_s: float = PATIENCE_S) -> None:
+        self.address, self._patience_s = address, patience_s
+        self._addresses, self._at = address.split(","), 0
+        self._channels = [rpc.channel(one, tls) for one in self._addresses]
+        self._stubs = [router_pb2_grpc.RouterServiceStub(channel) for channel in self._channels]
+
+    @property
+    def _stub(self) -> router_pb2_grpc.RouterServiceStub:
+        return self._stubs[self._at]
 
     def close(self) -> None:
-        """Ends the connection. A closed client cannot be used again."""
-        self._channel.close()
+        """Ends the connections. A closed client cannot be used again."""
+        for channel in self._channels:
+            channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -124,7 +162,7 @@ class SyncClient:
         self.close()
 
     def generate(
-        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
+        self, prompt: Prompt | None, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Generator[Event, None, None]:
         """See `Client.generate`."""
         return self._stream(messages.generate_request(prompt, options), _metadata(), timeout)
@@ -133,15 +171,23 @@ class SyncClient:
         self, request: router_pb2.GenerateRequest, metadata: _Metadata, timeout: float | None
     ) -> Generator[Event, None, None]:
         started = perf_counter()
-        call = self._stub.Generate(request, timeout=timeout, metadata=metadata)
-        try:
-            with _our_errors():
-                for response in call:
-                    yield messages.event(response, (perf_counter() - started) * 1e3)
-        finally:
-            call.cancel()
+        attempts = Attempts(request, self._addresses, self._at, self._patience_s)
+        while True:
+            stub = self._stubs[attempts.index]
+            call = stub.Generate(attempts.request, timeout=_left(timeout, started), metadata=metadata)
+            try:
+                with _our_errors():
+                    for response in call:
+                        self._at = attempts.index
+                        yield _seen(attempts, response, started)
+                return
+            except ForefetchError as error:
+                pause = attempts.again(error, perf_counter())
+            finally:
+                call.cancel()
+            sleep(pause)
 
-    def complete(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
+    def complete(self, prompt: Prompt | None, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
         """See `Client.complete`."""
         return messages.completion(list(self.generate(prompt, timeout=timeout, **options)))
 
@@ -164,6 +210,17 @@ class SyncClient:
     def _call(self, method: Callable[..., R], request: Message, timeout: float) -> R:
         with _our_errors():
             return method(request, timeout=timeout, metadata=_metadata())
+
+
+def _seen(attempts: Attempts, response: router_pb2.GenerateResponse, started: float) -> Event:
+    event = messages.event(response, (perf_counter() - started) * 1e3)
+    if isinstance(event, Token):
+        attempts.saw(event.index)
+    return event
+
+
+def _left(timeout: float | None, started: float) -> float | None:
+    return None if timeout is None else max(timeout - (perf_counter() - started), 0.0)
 
 
 def _metadata() -> _Metadata:

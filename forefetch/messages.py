@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from google.protobuf.message import Message
 
@@ -14,10 +14,15 @@ from forefetch.errors import BadRequest, Unavailable
 from forefetch.v1 import router_pb2
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+SessionMode = Literal["start", "continue", "resume"]
 
 
 class Options(TypedDict, total=False):
-    """What may be asked of a generation; a missing or None option is the router's default. See router.proto for ranges."""
+    """What may be asked of a generation; a missing or None option is the router's default. See router.proto for ranges.
+
+    `session` names a conversation that outlives its router; `session_mode`: "start" it, "continue" it (the default), or
+    "resume" its last answer from token `next_index` on, without a prompt.
+    """
 
     max_tokens: int | None
     temperature: float | None
@@ -30,6 +35,9 @@ class Options(TypedDict, total=False):
     ignore_eos: bool | None
     top_logprobs: int | None
     request_id: str | None
+    session: str | None
+    session_mode: SessionMode | None
+    next_index: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +86,24 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Session:
+    """A session at the end of an answer: tokens of the conversation; whether its log has all of them, so that it can go on;
+    tokens of this answer that came from the log."""
+
+    id: str
+    tokens: int
+    saved: bool
+    resumed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """The end of an answer. `reason`: "stop_token", "stop_string" (then `stop_string` is set), "length" or "context".
 
     `text` was held back until now. `ttft_ms` and `duration_ms` are the router's, from the request's arrival there.
     `kv_format`, `shadow_experts` and `expert_format` name approximations; "" and 0 mean that everything was computed as the
     checkpoint says.
+    `session` says what became of the session, None without one.
     """
 
     reason: str
@@ -97,6 +117,7 @@ class Finish:
     kv_format: str
     shadow_experts: int
     expert_format: str = ""
+    session: Session | None = None
 
 
 Event = Token | Finish
@@ -164,13 +185,19 @@ _FIELDS = {
     "stop_token_ids": ("stop", "token_ids"),
     "top_logprobs": ("", "top_logprobs"),
     "request_id": ("", "request_id"),
+    "session": ("session", "id"),
+    "session_mode": ("session", "mode"),
+    "next_index": ("session", "next_index"),
 }
 
 
-def generate_request(prompt: Prompt, options: Options) -> router_pb2.GenerateRequest:
-    """GenerateRequest of a prompt and options (None = unset). BadRequest for a value that does not fit its field."""
+def generate_request(prompt: Prompt | None, options: Options) -> router_pb2.GenerateRequest:
+    """GenerateRequest of a prompt (None only to resume a session) and options (None = unset). BadRequest for a value that does
+    not fit its field."""
     request = router_pb2.GenerateRequest()
-    if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
+    if prompt is None:
+        pass
+    elif isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
         _set_words(request, prompt)
     else:
         request.tokens.SetInParent()
@@ -181,8 +208,16 @@ def generate_request(prompt: Prompt, options: Options) -> router_pb2.GenerateReq
         part, field = _FIELDS[name]
         if value is not None:
             values = [value] if name == "stop" and isinstance(value, str) else value
+            values = _mode(value) if name == "session_mode" else values
             _set(f"{part}.{field}".lstrip("."), getattr(request, part) if part else request, field, values)
     return request
+
+
+def _mode(name: Any) -> int:
+    try:
+        return router_pb2.SessionMode.Value(f"SESSION_MODE_{str(name).upper()}")
+    except ValueError:
+        raise BadRequest("session.mode", f"is {name!r}; use start, continue or resume") from None
 
 
 def tokenize_request(prompt: str | Sequence[Mapping[str, str]]) -> router_pb2.TokenizeRequest:
@@ -243,7 +278,7 @@ def _timings(message: router_pb2.StepTimings) -> StepTimings:
 
 
 def _finish(message: router_pb2.FinishEvent) -> Finish:
-    usage = message.usage
+    usage, session = message.usage, message.session
     return Finish(
         reason=router_pb2.FinishReason.Name(message.reason).removeprefix("FINISH_REASON_").lower(),
         text=message.text,
@@ -256,6 +291,7 @@ def _finish(message: router_pb2.FinishEvent) -> Finish:
         kv_format=message.approximations.kv_format,
         shadow_experts=message.approximations.shadow_experts,
         expert_format=message.approximations.expert_format,
+        session=Session(session.id, session.tokens, session.saved, session.resumed_tokens) if session.id else None,
     )
 
 

@@ -58,8 +58,9 @@ class Conversations:
         if sessions is None:
             raise Mismatch("session: this router has no KV service to keep it in")
         name, resume = name_of(tenant, params.id), params.mode == router_pb2.SESSION_MODE_RESUME
-        if params.next_index and not resume:
-            raise BadRequest("session.next_index", "belongs to SESSION_MODE_RESUME")
+        for field in ("next_index", "answer"):
+            if getattr(params, field) and not resume:
+                raise BadRequest(f"session.{field}", "belongs to SESSION_MODE_RESUME")
         found = await self._call(sessions.find, name, left_s)
         if params.mode == router_pb2.SESSION_MODE_START:
             if found is not None and found.token_ids:
@@ -104,6 +105,8 @@ class Conversations:
         """The request that began the last turn, and the tokens of its answer that need not be generated again."""
         turn, limit = Turn.decode(state.state), self.reader.limits.context
         self._same_model(turn)
+        if request.session.answer not in ("", turn.request_id):
+            raise NotFound("session.answer: the session's last answer is another one")
         if turn.arithmetic != self.arithmetic:
             raise Mismatch(f"session.id: its answer was begun in {turn.arithmetic}; this router computes in {self.arithmetic}")
         if turn.prompt + turn.max_tokens > limit:

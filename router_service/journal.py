@@ -24,7 +24,8 @@ VERSION = 1
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The last answer of a session. `model`, `arithmetic`: what it is computed with, and how; `prompt`: tokens of the
-    conversation before it; `reason`, `stop_string`: how it ended, "" while it has not."""
+    conversation before it; `request_id`: of the request that began it; `reason`, `stop_string`: how it ended, "" while it has
+    not."""
 
     model: str
     arithmetic: str
@@ -34,6 +35,7 @@ class Turn:
     sampling: SamplingParams
     stop_strings: tuple[str, ...]
     stop_token_ids: frozenset[int]
+    request_id: str = ""
     reason: str = ""
     stop_string: str = ""
 
@@ -49,6 +51,7 @@ class Turn:
             admitted.sampling,
             admitted.stop_strings,
             admitted.stop_token_ids,
+            admitted.request_id,
         )
 
     def admitted(self, prompt: Sequence[int], request_id: str) -> Admitted:

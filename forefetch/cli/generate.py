@@ -22,6 +22,8 @@ Examples:
   forefetch generate "Once upon a time" --max-tokens 64
   forefetch generate --chat "What is a mixture of experts?" --temperature 0.7 --seed 1
   git diff | forefetch generate --chat --json > review.json
+  forefetch generate --address a:50051,b:50051 --session trip --start --chat "Plan a trip to Bath."
+  forefetch generate --address a:50051,b:50051 --session trip --chat "Make it two days longer."
 
 The answer goes to standard output, a one-line summary to standard error. With --json there is one object: text, token_ids,
 finish_reason, ttft_ms, tpot_ms_p50, tpot_ms_p99, usage, timings (one entry per token) and more."""
@@ -42,7 +44,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message before the turn; implies --chat")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
     parser.add_argument("--timeout", type=float, metavar="S", help="deadline of the whole request, seconds")
+    _add_session(parser.add_argument_group("session", "A conversation that outlives its router; needs one with a KV service."))
     _add_options(parser.add_argument_group("generation", "What is not given is the router's or the checkpoint's default."))
+
+
+def _add_session(group: Any) -> None:
+    group.add_argument("--session", metavar="ID", help="add this prompt to the conversation of that name")
+    group.add_argument("--start", action="store_true", help="begin the session with this prompt")
+    group.add_argument("--resume", action="store_true", help="no prompt: print the session's last answer, and finish it")
 
 
 def _add_options(group: Any) -> None:
@@ -62,7 +71,11 @@ def run(args: argparse.Namespace) -> int:
     """Raises the errors of forefetch.errors, ConfigError for a prompt that is missing."""
     if args.logprobs is not None and not args.json:
         raise ConfigError("--logprobs: are shown with --json only")
-    completion = asyncio.run(_generate(args, _prompt(args)))
+    if (args.start or args.resume) and not args.session:
+        raise ConfigError("--start and --resume: need --session")
+    if args.start and args.resume:
+        raise ConfigError("--start and --resume: give one of them")
+    completion = asyncio.run(_generate(args, None if args.resume else _prompt(args)))
     if args.json:
         print(json.dumps(as_json(completion), ensure_ascii=False))
     else:
@@ -82,10 +95,13 @@ def _prompt(args: argparse.Namespace) -> Prompt:
     return [*system, {"role": "user", "content": text}]
 
 
-async def _generate(args: argparse.Namespace, prompt: Prompt) -> Completion:
+async def _generate(args: argparse.Namespace, prompt: Prompt | None) -> Completion:
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "request_id")
     options: Any = {name: getattr(args, name) for name in names}
     options["top_logprobs"] = args.logprobs
+    if args.session:
+        options["session"] = args.session
+        options["session_mode"] = "start" if args.start else "resume" if args.resume else "continue"
     async with Client(args.address, tls=connect.tls_of(args)) as client:
         return await stream(client, prompt, None if args.json else write, timeout=args.timeout, options=options)
 
@@ -97,7 +113,7 @@ def write(text: str) -> None:
 
 
 async def stream(
-    client: Client, prompt: Prompt, on_text: Callable[[str], None] | None, *, timeout: float | None, options: Options
+    client: Client, prompt: Prompt | None, on_text: Callable[[str], None] | None, *, timeout: float | None, options: Options
 ) -> Completion:
     """Generates, handing text to `on_text` as it becomes final, and a newline when it ends, in an error too."""
     say = on_text or (lambda text: None)
@@ -134,6 +150,10 @@ def summary(completion: Completion) -> str:
         parts.append(f"approximate: KV in {finish.kv_format}")
     if finish.expert_format:
         parts.append(f"approximate: experts in {finish.expert_format}")
+    if usage.cached_tokens:
+        parts.append(f"{usage.cached_tokens} cached")
+    if finish.session:
+        parts.append(f"session {finish.session.id}" + ("" if finish.session.saved else " NOT SAVED"))
     return " · ".join([*parts, f"seed {finish.seed}", f"request {finish.request_id}"])
 
 
@@ -158,6 +178,8 @@ def as_json(completion: Completion) -> dict[str, Any]:
             "shadow_experts": finish.shadow_experts,
         },
     }
+    if finish.session:
+        values["session"] = asdict(finish.session)
     if any(token.logprob is not None for token in completion.tokens):
         values["logprobs"] = [{"logprob": token.logprob, "top": token.top_logprobs} for token in completion.tokens]
     return values

@@ -79,14 +79,16 @@ class StopParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., strings: _Optional[_Iterable[str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ...) -> None: ...
 
 class SessionParams(_message.Message):
-    __slots__ = ("id", "mode", "next_index")
+    __slots__ = ("id", "mode", "next_index", "answer")
     ID_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     NEXT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
     id: str
     mode: SessionMode
     next_index: int
-    def __init__(self, id: _Optional[str] = ..., mode: _Optional[_Union[SessionMode, str]] = ..., next_index: _Optional[int] = ...) -> None: ...
+    answer: str
+    def __init__(self, id: _Optional[str] = ..., mode: _Optional[_Union[SessionMode, str]] = ..., next_index: _Optional[int] = ..., answer: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("text", "tokens", "chat", "sampling", "stop", "top_logprobs", "request_id", "session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from cluster_calls import SMALL, Answer, Background, Router, Start, assert_fit_for_a_client, until
 from reference_model import CASES, Oracle
 
+from forefetch.client import Finish, SyncClient
 from forefetch.cluster import Cluster
 from forefetch.v1 import router_pb2
 
@@ -133,6 +135,50 @@ def test_a_killed_router_s_answers_go_on_elsewhere_at_any_point(clusters: tuple[
     # What the log knew was not generated again, and most of it was not even computed again.
     assert any(known >= seen // 2 > 0 for seen, known, _ in cached), cached
     assert all(tokens >= (len(PROMPT) + known) // 16 * 16 - 32 for _, known, tokens in cached if known), cached
+
+
+@pytest.mark.parametrize("patience", ["another router", "the same router"])
+def test_a_client_does_not_notice_that_its_router_is_killed(
+    patience: str, clusters: tuple[Cluster, Cluster], routers: tuple[Router, Router]
+) -> None:
+    """The seed is the router's own choice, so that only the log can know it."""
+    victim, heir = clusters
+    addresses = f"{victim.address},{heir.address}" if patience == "another router" else victim.address
+    name, tokens, text = patience.replace(" ", "-"), [], ""
+    with SyncClient(addresses) as client:
+        options: dict[str, Any] = {"max_tokens": LONG, "temperature": 0.9, "ignore_eos": True}
+        for event in client.generate(PROMPT, session=name, session_mode="start", **options):
+            text += event.text
+            if isinstance(event, Finish):
+                finish = event
+                break
+            assert event.index == len(tokens)
+            tokens.append(event.token_id)
+            if len(tokens) == 40:
+                victim.kill("router")
+                if patience == "the same router":
+                    threading.Thread(target=victim.restart, args=("router",)).start()
+        assert finish.session is not None
+        assert finish.session.saved
+        if patience == "another router":
+            victim.restart("router")
+        until(lambda: all(router.stats().kv.up for router in routers))
+        whole = client.complete(PROMPT, seed=finish.seed, **options)
+        assert (tokens, text) == (whole.token_ids, whole.text)
+        after = client.complete([11], session=name, max_tokens=3)
+        assert after.usage.prompt_tokens == len(PROMPT) + LONG + 1
+
+
+def test_a_turn_that_never_reached_its_session_is_not_mistaken_for_the_last_one(routers: tuple[Router, Router]) -> None:
+    routers[0].generate(PROMPT, 8, session=session("turns", START), request_id="first")
+    params = session("turns", RESUME)
+    for answer, found in (("first", True), ("second", False)):
+        params.answer = answer
+        call = routers[1].stub.Generate(router_pb2.GenerateRequest(session=params), timeout=20)
+        if found:
+            assert len(list(call)) == 9
+        else:
+            assert refused(lambda call=call: list(call)).code() == grpc.StatusCode.NOT_FOUND  # type: ignore[misc]
 
 
 def test_text_and_log_probabilities_go_on_too(routers: tuple[Router, Router]) -> None:

@@ -15,7 +15,7 @@ from router_service.admission import Admitted, SamplingParams
 from router_service.journal import Cursor, Turn
 
 TURN = Turn(
-    "model", "float32", 3, 20, True, SamplingParams(0.7, 5, 0.9, 0.1, 2**64 - 1, 3), ("\n", "é"), frozenset({7, 1}), "", ""
+    "model", "float32", 3, 20, True, SamplingParams(0.7, 5, 0.9, 0.1, 2**64 - 1, 3), ("\n", "é"), frozenset({7, 1}), "r", "", ""
 )
 
 
