@@ -3,8 +3,8 @@
     python -m benchmarks.expert_slots [--quick] [--model models/reference] [--link local|shm|grpc] [--workers 1] [--record]
 
 All clusters are up at the same time and take turns round by round, so that what disturbs the machine disturbs all alike. The
-time of a token is that between two tokens of a stream, its median over all rounds. Slots and hints must not change a token of an
-answer, or the run ends in an error. --record adds rows to results.csv.
+time of a token is that between two tokens of a stream, its median over all rounds. Slots and hints must not change a token of
+an answer, or the run ends in an error. --record adds rows to results.csv.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -68,7 +69,7 @@ async def one_round(address: str, asked: list[str], tokens: int) -> tuple[list[f
             if hasattr(event, "token_id"):
                 times.append(perf_counter())
                 ids.append(event.token_id)
-        return [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)], ids
+        return [1e3 * (b - a) for a, b in pairwise(times)], ids
 
     async with Client(address) as client:
         results = await asyncio.gather(*(stream(client, prompt) for prompt in asked))
@@ -121,7 +122,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--share", default="50%", help="slots of the cases that are not resident (%(default)s)")
-    parser.add_argument("--hints", default="on", help="what hints are set to where there are any (%(default)s)")
+    parser.add_argument("--hints", default="plain", help="what hints are set to where there are any (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=96, help="of each stream and round (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="one stream, two short rounds")

@@ -33,6 +33,11 @@ class ExpertConfig(ServiceConfig):
     )
     shard: int = setting(0, "Which of --shards equal parts of every layer's experts this worker holds, from 0.")
     shards: int = setting(1, "Workers that the experts are spread over, at most one for each expert of a layer.")
+    placement: str = setting(
+        "",
+        """Placement file that `forefetch place` made from measured load: says which experts each of --shards workers holds, hot
+        ones on several. Unset: equal parts.""",
+    )
     slots: str = setting(
         "100%",
         """Experts resident on the device at once: a count, or a percentage of those the worker holds. Below 100% all experts

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import add
+from pathlib import Path
 from time import perf_counter_ns
 from typing import NamedTuple, Protocol, cast
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from expert_worker.config import ExpertConfig
 from expert_worker.experts import Experts, Storage
 from expert_worker.residency import Copied
-from forefetch import shm, wire
+from forefetch import placement, shm, wire
 from forefetch.device import place
 from forefetch.errors import ConfigError, ForefetchError
 from forefetch.frames import FrameBuffer
@@ -234,8 +235,17 @@ def load(config: ExpertConfig, on_progress: Callable[[int, int], None] = lambda 
 
 
 def _held(config: ExpertConfig, spec: ModelSpec) -> dict[int, tuple[int, ...]]:
-    """MoE layer -> this worker's experts."""
-    return dict.fromkeys(spec.moe_layers, shard_of(spec.num_experts, config.shards)[config.shard])
+    """MoE layer -> this worker's experts. ConfigError for a placement that does not fit."""
+    if not config.placement:
+        return dict.fromkeys(spec.moe_layers, shard_of(spec.num_experts, config.shards)[config.shard])
+    try:
+        text = Path(config.placement).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--placement: {config.placement} cannot be read ({type(error).__name__})") from None
+    shards = placement.parse(text, spec.moe_layers, spec.num_experts)
+    if len(shards) != config.shards:
+        raise ConfigError(f"--placement: is for {len(shards)} workers, --shards is {config.shards}")
+    return shards[config.shard]
 
 
 def _check_slots(config: ExpertConfig, spec: ModelSpec, held: dict[int, tuple[int, ...]], slots: int) -> None:

@@ -71,6 +71,9 @@ class ClusterConfig(Config):
         """Experts that each worker keeps on its device at once: a count, or a percentage of those it holds. Others wait in host
         memory and are copied when they are needed.""",
     )
+    placement: str = setting(
+        "", "Placement file that `forefetch place` made: which worker holds which experts. Unset: equal parts."
+    )
     experts: str = setting(
         "stored",
         """How experts wait in host memory. stored: as in the checkpoint. int8 and int4 take less memory and less time to copy,
@@ -195,7 +198,7 @@ class Cluster:
 
     def _worker_flags(self, shard: int) -> list[str]:
         shards = [f"--shard={shard}", f"--shards={self.config.workers}", f"--slots={self.config.slots}"]
-        shards.append(f"--experts={self.config.experts}")
+        shards += [f"--experts={self.config.experts}", f"--placement={self.config.placement}"]
         return [*self._model_flags(), *shards, *self._extra.worker]
 
     def _router_flags(self) -> list[str]:

@@ -50,7 +50,7 @@ class Dispatch:
         self._tokens = batch.tokens
         host_ids, host_weights = _to_host(ids[: batch.tokens], weights[: batch.tokens])
         self.chosen = host_ids
-        owner = self.workers.owner[layer][host_ids]  # [T, K]
+        owner = self._owners(layer, host_ids)
         for worker in self.workers.rows:
             row, column = np.nonzero(owner == worker.index)
             if not row.size:
@@ -69,6 +69,14 @@ class Dispatch:
                 batch.trace,
             )
             self._submit(worker, call, rows)
+
+    def _owners(self, layer: int, ids: Ints) -> Ints:
+        """ids [T, K] -> the workers [T, K] that evaluate these pairs. Counts them."""
+        load, owners = self.workers.load, self.workers.owners
+        load[layer] += np.bincount(ids.ravel(), minlength=load.shape[1])
+        turn = 0 if len(owners) == 1 else (np.arange(len(ids))[:, None] + ids) % len(owners)
+        found: Ints = owners[turn, layer, ids]
+        return found
 
     def _submit(self, worker: Worker, call: LayerCall, rows: Ints | None) -> None:
         link = worker.link

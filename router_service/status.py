@@ -74,6 +74,8 @@ class Status:
         )
         if self.hints is not None:
             stats.hints.CopyFrom(self._hints(self.hints))
+        for layer in self.spec.moe_layers:
+            stats.expert_load.add(layer=layer, pairs=self.workers.load[layer].tolist())
         if self.kv is not None:
             stats.kv.CopyFrom(self.kv.status())
         self.metrics.fill(stats)

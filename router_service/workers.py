@@ -7,6 +7,7 @@ by `refresh` between two steps; so a link is only ever used, and replaced, by th
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from forefetch.spec import ModelSpec
 log = logging.getLogger("forefetch.router")
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0
+MOST_TURNS = 60  # every number of replicas up to 6 shares rows evenly
 
 
 @dataclass(eq=False)
@@ -45,13 +47,22 @@ class Workers:
     def __init__(self, spec: ModelSpec, addresses: Sequence[str], connect: Callable[[str], Link]) -> None:
         self.spec = spec
         self.rows = [Worker(i, address) for i, address in enumerate(addresses)]
-        self.owner: npt.NDArray[np.int64] = np.full((spec.layers, spec.num_experts), -1)  # [L, E] -> worker
+        # [R, L, E] -> worker: row t's pair with expert e goes to owners[(t + e) % R], so that replicas share the rows of a
+        # step, always alike. R is 1 unless some expert is held by several workers.
+        self.owners: npt.NDArray[np.int64] = np.full((1, spec.layers, spec.num_experts), -1)
+        self.load: npt.NDArray[np.int64] = np.zeros((spec.layers, spec.num_experts), dtype=np.int64)  # [L, E] pairs sent
         self._connect = connect
         self._closed = threading.Event()
         self._news = threading.Event()
         self.changed: Callable[[], None] = lambda: None  # called from a connecting thread when it has news
         for worker in self.rows:
             self._start_connecting(worker)
+
+    @property
+    def owner(self) -> npt.NDArray[np.int64]:
+        """[L, E] -> a worker that holds the expert, -1 if none does."""
+        owner: npt.NDArray[np.int64] = self.owners[0]
+        return owner
 
     @property
     def complete(self) -> bool:
@@ -112,12 +123,19 @@ class Workers:
             worker.link = None
 
     def _assign(self) -> None:
-        """Each expert to the first connected worker that holds it: the same on every router with the same table."""
-        self.owner[:] = -1
-        for worker in reversed(self.rows):
+        """Each expert to the connected workers that hold it, in turn: the same on every router with the same table."""
+        holds = np.zeros((len(self.rows), self.spec.layers, self.spec.num_experts), dtype=bool)
+        for worker in self.rows:
             if worker.link is not None:
                 for layer, experts in worker.link.info.layers.items():
-                    self.owner[layer, list(experts)] = worker.index
+                    holds[worker.index, layer, list(experts)] = True
+        counts = holds.sum(axis=0)  # [L, E]
+        turns = min(math.lcm(*(int(count) for count in np.unique(counts) if count)), MOST_TURNS)
+        ranks = holds.cumsum(axis=0) - 1  # [W, L, E]: which of an expert's replicas a worker has
+        self.owners = np.full((turns, *counts.shape), -1)
+        for turn in range(turns):
+            mine = holds & (ranks == turn % np.maximum(counts, 1))
+            self.owners[turn] = np.where(counts > 0, mine.argmax(axis=0), -1)
 
     def _start_connecting(self, worker: Worker) -> None:
         threading.Thread(target=self._keep_connecting, args=(worker,), name=f"connect-{worker.index}", daemon=True).start()

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from forefetch.cli import connect, hints, show
+from forefetch.cli import connect, hints, load, show
 from forefetch.cli.plain import plain
 from forefetch.cli.waterfall import ms, parts
 from forefetch.client import SyncClient
@@ -44,6 +44,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--watch", nargs="?", type=float, const=1.0, metavar="SECONDS", help="ask again every so often, until Ctrl-C"
     )
+    parser.add_argument("--load", action="store_true", help="also show how the load is spread over experts")
     parser.add_argument("--json", action="store_true", help="print one JSON object per answer")
 
 
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     with SyncClient(args.address, tls=connect.tls_of(args)) as client:
         if args.watch is None:
             stats = client.stats()
-            _print_json(stats) if args.json else Console(highlight=False).print(render(args.address, stats))
+            _print_json(stats) if args.json else Console(highlight=False).print(_shown(args, stats))
             return 0
         with suppress(KeyboardInterrupt):
             _watch(client, args)
@@ -69,9 +70,7 @@ def _watch(client: SyncClient, args: argparse.Namespace) -> None:
     with Live(console=Console(highlight=False), auto_refresh=False) as live:
         for stats, before, seconds in polled:
             shown = (
-                render(args.address, stats, before, seconds)
-                if isinstance(stats, Stats)
-                else Text(f"{args.address}: {stats}", "red")
+                _shown(args, stats, before, seconds) if isinstance(stats, Stats) else Text(f"{args.address}: {stats}", "red")
             )
             live.update(shown, refresh=True)
 
@@ -93,6 +92,11 @@ def _poll(client: SyncClient, every_s: float) -> Iterator[tuple[Stats | Forefetc
 
 def _print_json(stats: Stats) -> None:
     print(json.dumps(plain(stats)), flush=True)
+
+
+def _shown(args: argparse.Namespace, stats: Stats, before: Stats | None = None, seconds: float = 0.0) -> RenderableType:
+    screen = render(args.address, stats, before, seconds)
+    return Group(screen, "", load.table(stats)) if args.load else screen
 
 
 def render(address: str, stats: Stats, before: Stats | None = None, seconds: float = 0.0) -> RenderableType:

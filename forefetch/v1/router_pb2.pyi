@@ -317,7 +317,7 @@ class Quantiles(_message.Message):
     def __init__(self, p50_ns: _Optional[int] = ..., p99_ns: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("uptime_s", "requests_ok", "requests_failed", "running", "waiting", "prompt_tokens", "completion_tokens", "steps", "replayed_steps", "pages_total", "pages_used", "ttft", "tpot", "step", "workers", "kv", "mean_step", "hints")
+    __slots__ = ("uptime_s", "requests_ok", "requests_failed", "running", "waiting", "prompt_tokens", "completion_tokens", "steps", "replayed_steps", "pages_total", "pages_used", "ttft", "tpot", "step", "workers", "kv", "mean_step", "hints", "expert_load")
     class RequestsFailedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -343,6 +343,7 @@ class GetStatsResponse(_message.Message):
     KV_FIELD_NUMBER: _ClassVar[int]
     MEAN_STEP_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_LOAD_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     requests_ok: int
     requests_failed: _containers.ScalarMap[str, int]
@@ -361,7 +362,8 @@ class GetStatsResponse(_message.Message):
     kv: KvStatus
     mean_step: StepTimings
     hints: HintStats
-    def __init__(self, uptime_s: _Optional[float] = ..., requests_ok: _Optional[int] = ..., requests_failed: _Optional[_Mapping[str, int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., replayed_steps: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., ttft: _Optional[_Union[Quantiles, _Mapping]] = ..., tpot: _Optional[_Union[Quantiles, _Mapping]] = ..., step: _Optional[_Union[Quantiles, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., kv: _Optional[_Union[KvStatus, _Mapping]] = ..., mean_step: _Optional[_Union[StepTimings, _Mapping]] = ..., hints: _Optional[_Union[HintStats, _Mapping]] = ...) -> None: ...
+    expert_load: _containers.RepeatedCompositeFieldContainer[LayerLoad]
+    def __init__(self, uptime_s: _Optional[float] = ..., requests_ok: _Optional[int] = ..., requests_failed: _Optional[_Mapping[str, int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., replayed_steps: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., ttft: _Optional[_Union[Quantiles, _Mapping]] = ..., tpot: _Optional[_Union[Quantiles, _Mapping]] = ..., step: _Optional[_Union[Quantiles, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., kv: _Optional[_Union[KvStatus, _Mapping]] = ..., mean_step: _Optional[_Union[StepTimings, _Mapping]] = ..., hints: _Optional[_Union[HintStats, _Mapping]] = ..., expert_load: _Optional[_Iterable[_Union[LayerLoad, _Mapping]]] = ...) -> None: ...
 
 class HintStats(_message.Message):
     __slots__ = ("mode", "running", "trained", "sent", "dropped", "failures", "layers")
@@ -418,6 +420,14 @@ class LayerHints(_message.Message):
     copied_bytes: int
     stall_ns: int
     def __init__(self, layer: _Optional[int] = ..., chosen: _Optional[int] = ..., all: _Optional[_Union[HintCount, _Mapping]] = ..., next: _Optional[_Union[HintCount, _Mapping]] = ..., second: _Optional[_Union[HintCount, _Mapping]] = ..., refined: _Optional[_Union[HintCount, _Mapping]] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ..., resident: _Optional[int] = ..., wasted_bytes: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., stall_ns: _Optional[int] = ...) -> None: ...
+
+class LayerLoad(_message.Message):
+    __slots__ = ("layer", "pairs")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    pairs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., pairs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KvStatus(_message.Message):
     __slots__ = ("address", "up", "blocks_sent", "blocks_dropped", "blocks_waiting", "reconnects", "replicas", "prefix_loads", "blocks_loaded", "bytes_loaded", "prefix_misses", "prefix_skipped", "sessions", "session_records", "session_failures")

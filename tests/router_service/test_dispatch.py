@@ -154,3 +154,45 @@ def test_a_worker_that_can_never_fit_is_told_at_once(spec: ModelSpec) -> None:
     with pytest.raises(Mismatch, match="another model"):
         workers.wait_complete(30.0)
     workers.close()
+
+
+def test_replicas_share_the_rows_of_a_step_and_always_alike(spec: ModelSpec) -> None:
+    """Expert 1 on three workers, expert 2 on two, the others on one each."""
+    held = [(0, 1, 2), (1, 2, 3, 4), (1, 5, 6, 7)]
+    links = [FakeLink(Info(dict.fromkeys(spec.moe_layers, experts))) for experts in held]
+    workers = table(spec, links)
+    dispatch = Dispatch(workers, timeout_s=1.0)
+    ids = torch.tensor([[1, 2, 5]]).repeat(12, 1)
+    weights = torch.rand(12, 3)
+    outs = []
+    for _ in range(2):
+        out = torch.zeros(12, spec.hidden_size)
+        dispatch.send(batch(12), LAYER, torch.ones(12, spec.hidden_size), ids, weights)
+        dispatch.add(out, LAYER, StepRing(1, spec.layers, 3).begin(7, 0))
+        outs.append(out)
+    expected = (weights * (ids + 1)).sum(1)
+    torch.testing.assert_close(outs[0], expected[:, None].expand_as(outs[0]))
+    assert torch.equal(outs[0], outs[1])
+    pairs = [[call.pair_expert.tolist() for call in link.calls] for link in links]
+    assert [each[0] for each in pairs] == [each[1] for each in pairs], "the same rows to the same worker"
+    assert [each[0].count(1) for each in pairs] == [4, 4, 4]
+    assert [each[0].count(2) for each in pairs] == [6, 6, 0]
+    assert workers.load[LAYER].tolist() == [0, 24, 24, 0, 0, 24, 0, 0]
+    assert workers.load.sum() == 72
+
+
+def test_a_lost_replica_costs_no_expert(spec: ModelSpec) -> None:
+    everything = tuple(range(spec.num_experts))
+    links = [FakeLink(Info(dict.fromkeys(spec.moe_layers, everything))) for _ in range(2)]
+    workers = table(spec, links)
+    dispatch = Dispatch(workers, timeout_s=1.0)
+    links[0].die_on = "submit"
+    x, ids, weights = torch.ones(4, spec.hidden_size), torch.tensor([[0, 1]] * 4), torch.ones(4, 2)
+    with pytest.raises(LinkDown):
+        dispatch.send(batch(4), LAYER, x, ids, weights)
+    assert workers.complete, "the other one holds everything"
+    out = torch.zeros_like(x)
+    dispatch.send(batch(4), LAYER, x, ids, weights)
+    dispatch.add(out, LAYER, StepRing(1, spec.layers, 2).begin(7, 0))
+    assert torch.equal(out, torch.full_like(x, 3.0))
+    workers.close()
