@@ -210,11 +210,11 @@ class Hints:
             self._send(answer.step.batch.step, answer.source, target, phase, names, chance)
 
     def _send(self, step: int, source: int, target: int, phase: int, names: Ints, chance: Floats) -> None:
-        """One hint to each worker that holds one of the named experts."""
-        owner = self._workers.owner[target][names]
+        """One hint to each worker that some row's pair with one of the named experts may go to."""
+        owners = self._workers.owners[:, target][:, names]  # [R, n]
         window = self._pace.window(target, self._clock())
         for worker in self._workers.rows:
-            link, own = worker.link, names[owner == worker.index]
+            link, own = worker.link, names[(owners == worker.index).any(axis=0)]
             if link is not None and own.size:
                 likely = chance[own].astype(np.float32)
                 link.hint(ExpertHint(step, source, target, phase, own.astype(np.int32), likely, window))
