@@ -67,7 +67,7 @@ async def drive(address: str, streams: int, prompt: int, tokens: int, intrude: i
 def figures(found: list[Stream], extra: Stream | None) -> dict[str, float]:
     """Milliseconds; gaps count from when the last stream has its first token, so that all are there."""
     begin, end = max(s.times[0] for s in found), min(s.times[-1] for s in found)
-    quiet = [gap for s in found for gap in s.gaps_ms(begin if extra is None else extra.times[-1], end)]
+    quiet = [gap for s in found for gap in s.gaps_ms(begin if extra is None else extra.times[-1], end)] or [float("nan")]
     steps = [step for s in found for step in s.steps_ms[-32:]]
     result = {
         "ttft p50": float(np.median([(s.times[0] - s.sent) * 1e3 for s in found])),
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--kv-format", default="auto")
     parser.add_argument("--streams", default="1,16,64")
     parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--intrude", type=int, default=0, help="length of a prompt that comes while the streams run")
     parser.add_argument("--router", default="", help="more flags for the router, separated by spaces")
     parser.add_argument("--write", action="store_true", help="append to results.csv")

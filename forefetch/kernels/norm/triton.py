@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forefetch.kernels.pdl import early, released
+
 
 def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, alpha: float) -> tuple[Tensor, Tensor]:
     """See the package. ValueError for rows that are not contiguous."""
@@ -23,6 +25,7 @@ def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, alpha:
         HIDDEN=hidden,
         BLOCK=block,
         ADD=y is not None,
+        **early(x),
         num_warps=min(8, max(1, block // 512)),
     )
     return total, normed
@@ -30,8 +33,10 @@ def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, alpha:
 
 @triton.jit
 def _add_rms_norm(
-    x, y, weight, total, normed, x_stride, y_stride, eps, alpha, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
-):
+    x, y, weight, total, normed, x_stride, y_stride, eps, alpha,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    released(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < HIDDEN

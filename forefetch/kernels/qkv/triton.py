@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forefetch.kernels.pdl import early, released
+
 if TYPE_CHECKING:
     from forefetch.kernels.qkv import HeadNorms
 
@@ -37,6 +39,7 @@ def enter(
         HALF=dim // 2,
         BLOCK=triton.next_power_of_2(dim // 2),
         NORM=norms is not None,
+        **early(qkv),
         num_warps=1,
     )
     return q
@@ -65,9 +68,10 @@ def _put(to, value, inside, LIMIT: tl.constexpr):
 def _enter(
     qkv, cos, sin, q_weight, k_weight, eps, slots, k_cache, v_cache, q, cache_head, cache_slot,
     LIMIT: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head): query heads first, then those of K, then those of V."""
+    released(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, dim = tl.arange(0, BLOCK), 2 * HALF
     inside = at < HALF
