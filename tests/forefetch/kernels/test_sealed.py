@@ -166,7 +166,7 @@ def test_a_broken_kernel_fails(what: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (0, R), (0, 5 * R + 3), (R - 1, 2), (3 * R, R + 1), (2 * R + 5, 3 * R)])
 def test_a_chunk_sees_what_decoding_would_see(name: str, start: int, count: int) -> None:
-    """Queries of a chunk, at its ends and around the edges where pages become sealed, against decode rows of the same lengths."""
+    """Queries of a chunk, at its ends and where pages become sealed, against decode rows of the same lengths."""
     end = start + count
     edges = [edge + side for edge in range(9, end, R) for side in (-1, 0, 1)]
     some = sorted({start, end - 1, *(edge for edge in edges if start <= edge < end)})
