@@ -39,10 +39,12 @@ async def serve(config: RouterConfig) -> None:
     limits = build.limits(config, spec, sizes.context)
     dispatch = build.dispatch(config, spec, checkpoint, placement)  # connects while the trunk loads
     trunk = await asyncio.to_thread(build.trunk, config, spec, checkpoint, sizes, placement)
-    scheduler = build.scheduler(config, sizes)
+    scheduler = build.scheduler(config, sizes, placement)
     registry = new_registry()
     recorder = _recorder(config, spec, dispatch.workers, registry)
-    kv = build.kv(config, spec, checkpoint.digest, trunk, scheduler.pool, recorder.exporter) if config.kv else None
+    kv = None
+    if config.kv:
+        kv = build.kv(config, spec, checkpoint.digest, placement, trunk, scheduler.pool, recorder.exporter)
     hints = build.hints(config, trunk, checkpoint.digest, dispatch)
     parts = Parts(trunk, build.buffers(config, sizes, placement), dispatch, dispatch.workers, scheduler, recorder, kv, hints)
     engine = Engine(parts, Deliverer(asyncio.get_running_loop()), config.worker_grace_s)

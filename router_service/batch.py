@@ -8,7 +8,7 @@ written to the scratch page, sent to no worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -20,12 +20,16 @@ from router_service.scheduler import Chunk, Plan
 
 @dataclass(frozen=True)
 class PrefillRows:
-    """Rows first .. first + count hold consecutive prompt positions from `start` of a request with `pages`."""
+    """Rows first .. first + count hold consecutive prompt positions from `start` of a request with `pages`.
+
+    `lane`: the request's number among the running ones. `loaded`: how many of its first pages came from a cache."""
 
     first: int
     count: int
     start: int
     pages: list[int]
+    lane: int = 0
+    loaded: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class StepBatch:
     paged: PagedPlan | None = None  # the decode rows' pages and lengths on the device, for kernels that read them there
     chunked: ChunkPlan | None = None  # the same for prompt rows; decode rows are padded then, and prompt rows come behind
     picks: torch.Tensor | None = None  # [S] which of `logit_rows` choose a token, if not all of them do
+    lanes: list[int] = field(default_factory=list)  # per decode row, see PrefillRows
+    loaded: list[int] = field(default_factory=list)
 
     @property
     def layout(self) -> tuple[int, int]:
@@ -91,7 +97,7 @@ class StepBuffers:
         for chunk in plan.prefills:
             end = at + chunk.count
             self._place(rows[:, at:end], chunk)
-            prefills.append(PrefillRows(at, chunk.count, chunk.start, list(chunk.request.pages)))
+            prefills.append(chunk_rows(at, chunk))
             if chunk.samples:
                 logit_rows.append(end - 1)
             at = end
@@ -159,4 +165,12 @@ class StepBuffers:
             lengths=lengths,
             prefills=prefills,
             logit_rows=self._rows[3, :sampled],
+            lanes=[chunk.request.lane for chunk in plan.decodes],
+            loaded=[chunk.request.loaded_blocks for chunk in plan.decodes],
         )
+
+
+def chunk_rows(first: int, chunk: Chunk) -> PrefillRows:
+    """A chunk whose rows begin at `first`."""
+    request = chunk.request
+    return PrefillRows(first, chunk.count, chunk.start, list(request.pages), request.lane, request.loaded_blocks)

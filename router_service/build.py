@@ -13,6 +13,7 @@ from expert_worker import client as expert
 from forefetch import rpc
 from forefetch.device import place
 from forefetch.errors import ConfigError, Mismatch
+from forefetch.kernels.kv_codec import KvFormat
 from forefetch.spec import ModelSpec, read_json
 from forefetch.telemetry.spans import Exporter
 from forefetch.weights import Checkpoint
@@ -21,7 +22,7 @@ from router_service.asking import Reader
 from router_service.batch import StepBuffers
 from router_service.cache import KvCache
 from router_service.captured import CapturedTrunk
-from router_service.config import RouterConfig
+from router_service.config import SEALED, RouterConfig
 from router_service.conversations import Conversations
 from router_service.cost import FetchCost
 from router_service.dispatch import Dispatch
@@ -37,12 +38,15 @@ from router_service.pages import PagePool
 from router_service.prefix import Prefix
 from router_service.replicas import Replicas
 from router_service.scheduler import Scheduler
+from router_service.sealed import SealedCache
 from router_service.sessions import Sessions
-from router_service.trunk import Model, Trunk
+from router_service.trunk import Cache, Model, Trunk
 from router_service.workers import Workers
 
 log = logging.getLogger("forefetch.router")
 
+RECENT = {"e2m0": 112, "fp4": 32}
+"""--kv-recent -1, by format; e2m0's for all others."""
 PROMPT_ROWS = (64, 256)
 """Prompt rows that recorded steps are padded to, besides --max-step-tokens."""
 
@@ -54,18 +58,53 @@ class Placement:
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    sealed: KvFormat | None = None
+    exempt: frozenset[int] = frozenset()
 
     @staticmethod
     def of(config: RouterConfig, spec: ModelSpec) -> Placement:
         """Resolves every "auto". Raises ConfigError for a device that is not there."""
         device, dtype = place(config.device, config.dtype, spec.dtype)
+        if config.kv_format in SEALED:
+            return Placement(device, dtype, torch.float16, sealed_format(config, spec), config.exempt_layers())
         kv = dtype if config.kv_format == "auto" else getattr(torch, config.kv_format)
         return Placement(device, dtype, kv)
 
     @property
+    def kv_name(self) -> str:
+        """The KV format's name."""
+        return self.sealed.name if self.sealed else str(self.kv_dtype).removeprefix("torch.")
+
+    @property
+    def kv_parameters(self) -> str:
+        """Canonical text of the parameters that its bytes depend on."""
+        exempt = ",".join(map(str, sorted(self.exempt)))
+        return f"{self.sealed.parameters()} exempt={exempt or 'none'}" if self.sealed else ""
+
+    @property
     def approximate_kv(self) -> str:
         """The name of the KV format when it may round, else ""."""
-        return "" if self.kv_dtype == self.dtype else str(self.kv_dtype).removeprefix("torch.")
+        return "" if self.kv_dtype == self.dtype and not self.sealed else self.kv_name
+
+
+def sealed_format(config: RouterConfig, spec: ModelSpec) -> KvFormat:
+    """The sealed format that the settings name. Raises ConfigError for what it does not support."""
+    if wrong := sorted(layer for layer in config.exempt_layers() if layer >= spec.layers):
+        raise ConfigError(f"--kv-exempt-layers: the model has {spec.layers} layers, no layer {wrong[0]}")
+    recent = config.kv_recent if config.kv_recent >= 0 else RECENT.get(config.kv_format, RECENT["e2m0"])
+    thirds = config.kv_thirds if config.kv_format == "mixed" else 0
+    try:
+        return KvFormat(
+            config.kv_format,
+            spec.head_dim,
+            page=config.page_size,
+            outliers=config.kv_outliers,
+            thirds=thirds,
+            sinks=config.kv_sinks,
+            recent=recent,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--kv-format: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -82,16 +121,26 @@ class Sizes:
         if config.max_context > spec.context_length:
             raise ConfigError(f"--max-context {config.max_context}: the model was made for {spec.context_length}")
         context = config.max_context or spec.context_length
-        block = KvCache.page_bytes(spec, config.page_size, placement.kv_dtype)
+        block, fixed = kv_bytes(config, spec, placement)
         # More than every request at full length could use is never needed.
         most = config.max_batch * -(-context // config.page_size)
-        pages = min(config.kv_memory_mb * 2**20 // block, most) + 1
+        pages = min((config.kv_memory_mb * 2**20 - fixed) // block, most) + 1
         if pages < 2:
+            tails = f", tails and sinks of --max-batch {config.max_batch} requests and a step's rows {fixed}" if fixed else ""
             raise ConfigError(
-                f"--kv-memory-mb {config.kv_memory_mb}: one block of {config.page_size} tokens takes {block} bytes"
+                f"--kv-memory-mb {config.kv_memory_mb}: one block of {config.page_size} tokens takes {block} bytes{tails}"
             )
         context = min(context, (pages - 1) * config.page_size)
         return Sizes(context, pages, -(-context // config.page_size))
+
+
+def kv_bytes(config: RouterConfig, spec: ModelSpec, placement: Placement) -> tuple[int, int]:
+    """Bytes of a block, and of what sealed formats keep besides: a lane per request, rows until they are committed."""
+    if placement.sealed is None:
+        return KvCache.page_bytes(spec, config.page_size, placement.kv_dtype), 0
+    lanes = config.max_batch * SealedCache.lane_bytes(spec, placement.sealed, placement.exempt)
+    rows = config.max_step_tokens * SealedCache.row_bytes(spec, placement.exempt)
+    return SealedCache.page_bytes(spec, placement.sealed, placement.exempt), lanes + rows
 
 
 def limits(config: RouterConfig, spec: ModelSpec, context: int) -> Limits:
@@ -105,7 +154,7 @@ def limits(config: RouterConfig, spec: ModelSpec, context: int) -> Limits:
     )
 
 
-def scheduler(config: RouterConfig, sizes: Sizes) -> Scheduler:
+def scheduler(config: RouterConfig, sizes: Sizes, placement: Placement) -> Scheduler:
     """The admission queue and page pool."""
     return Scheduler(
         PagePool(sizes.pages),
@@ -113,12 +162,29 @@ def scheduler(config: RouterConfig, sizes: Sizes) -> Scheduler:
         max_batch=config.max_batch,
         max_step_tokens=config.max_step_tokens,
         max_waiting=config.max_waiting,
+        recent=placement.sealed.recent if placement.sealed else 0,
+    )
+
+
+def kv_cache(config: RouterConfig, spec: ModelSpec, sizes: Sizes, placement: Placement) -> Cache:
+    """Memory for K and V."""
+    device = placement.device
+    if placement.sealed is None:
+        return KvCache(spec, pages=sizes.pages, page_size=config.page_size, dtype=placement.kv_dtype, device=device)
+    return SealedCache(
+        spec,
+        placement.sealed,
+        exempt=placement.exempt,
+        pages=sizes.pages,
+        lanes=config.max_batch,
+        max_rows=config.max_step_tokens,
+        device=device,
     )
 
 
 def trunk(config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, sizes: Sizes, placement: Placement) -> Trunk:
     """Weights and KV pool on the device."""
-    cache = KvCache(spec, pages=sizes.pages, page_size=config.page_size, dtype=placement.kv_dtype, device=placement.device)
+    cache = kv_cache(config, spec, sizes, placement)
     with rpc.loading("trunk") as on_progress:
         return Trunk(spec, checkpoint, cache, dtype=placement.dtype, device=placement.device, on_progress=on_progress)
 
@@ -138,6 +204,8 @@ def buffers(config: RouterConfig, sizes: Sizes, placement: Placement) -> StepBuf
     """Static step buffers; in fixed layouts where steps may be recorded."""
     device, buckets = placement.device, config.buckets(placement.device.type)
     shape = {"max_tokens": config.max_step_tokens, "max_batch": config.max_batch, "max_pages": sizes.max_pages}
+    if placement.sealed is not None:
+        return StepBuffers(**shape, page_size=config.page_size, device=device, buckets=buckets, paged=False)
     if device.type == "cuda" and buckets and config.graphs == "auto" and not config.addresses():
         prompts = sorted({min(rows, config.max_step_tokens) for rows in (*PROMPT_ROWS, config.max_step_tokens)})
         return LayoutBuffers(**shape, page_size=config.page_size, device=device, buckets=buckets, chunk_rows=prompts)
@@ -145,11 +213,17 @@ def buffers(config: RouterConfig, sizes: Sizes, placement: Placement) -> StepBuf
 
 
 def kv(
-    config: RouterConfig, spec: ModelSpec, digest: str, trunk: Trunk, pool: PagePool, exporter: Exporter | None = None
+    config: RouterConfig,
+    spec: ModelSpec,
+    digest: str,
+    placement: Placement,
+    trunk: Trunk,
+    pool: PagePool,
+    exporter: Exporter | None = None,
 ) -> KvSide:
     """The way to the KV services: hand-over of sealed blocks, loading of prefixes, logs of sessions."""
     cache, replicas = trunk.cache, Replicas(config.kv_addresses(), rpc.tls_of(config))
-    kv_format, params = str(cache.dtype).removeprefix("torch."), f"computed in {trunk.dtype}"
+    params = f"{placement.kv_parameters} computed in {trunk.dtype}".lstrip()
     params += "" if config.experts == "stored" else f" with {config.experts} experts"
     handover = Handover(
         replicas,
@@ -160,8 +234,9 @@ def kv(
     )
     cost = FetchCost(cache.block_bytes, config.page_size, config.kv_fetch_s)
     prefix = Prefix(replicas, cost, cache.write_block, exporter) if config.kv_fetch_s else None
-    naming = Naming.of(spec, digest, kv_format, params, config.page_size)
-    return KvSide(naming, replicas, handover, prefix, Sessions(replicas, config.session_lag_s), pool)
+    naming, sealed = Naming.of(spec, digest, placement.kv_name, params, config.page_size), placement.sealed
+    sessions, recent = Sessions(replicas, config.session_lag_s), sealed.recent if sealed else 0
+    return KvSide(naming, replicas, handover, prefix, sessions, pool, recent=recent, whole=sealed is not None)
 
 
 def conversations(digest: str, reader: Reader, kv: KvSide | None) -> Conversations:

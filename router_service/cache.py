@@ -52,6 +52,9 @@ class KvCache:
     def _narrowed(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if rows.dtype == self.dtype else rows.clamp(-self._limit, self._limit).to(self.dtype)
 
+    def commit(self, batch: StepBatch) -> None:
+        """Nothing is left to do: every row lies where it stays."""
+
     def read_block(self, page: int) -> bytes:
         """The bytes of a sealed block: for each layer K then V, each [Hkv, page, D]. May be called from any thread."""
         parts = [pool[layer][:, page] for layer in range(len(self.k)) for pool in (self.k, self.v)]

@@ -208,6 +208,7 @@ class Engine:
         choosing = [chunk.request for chunk in plan.chunks if chunk.samples]
         params = [request.admitted.sampling for request in choosing]
         sampled = sample(logits, params, [len(request.tokens) for request in choosing]) if choosing else Sampled([], [], [])
+        self.parts.trunk.cache.commit(batch)
         return sampled, self.parts.trunk.timed(stamps, began, forwarded, perf_counter_ns())
 
     def _replay(self, plan: Plan) -> None:

@@ -22,7 +22,10 @@ from router_service.sessions import Sessions
 
 @dataclass
 class KvSide:
-    """One per router with `--kv`. `prefix` is None where prefixes are not fetched. `sessions` works on its own."""
+    """One per router with `--kv`. `prefix` is None where prefixes are not fetched. `sessions` works on its own.
+
+    `recent`: newest tokens that no block holds. `whole`: nothing is ever written to a block again, so none is loaded that holds
+    the last token, which is always computed."""
 
     naming: Naming
     replicas: Replicas
@@ -30,6 +33,8 @@ class KvSide:
     prefix: Prefix | None
     sessions: Sessions
     pool: PagePool
+    recent: int = 0
+    whole: bool = False
     _keys: dict[Request, list[Key]] = field(default_factory=dict)
     _loads: dict[Request, Load] = field(default_factory=dict)
     _requests: dict[int, Request] = field(default_factory=dict)
@@ -52,7 +57,11 @@ class KvSide:
         """A request has its pages: its cached prefix is looked for, and it is `loading` until that has ended."""
         if self.prefix is None:
             return
-        tenant, tokens, blocks = request.tenant, tuple(request.tokens), len(request.tokens) // self.naming.page_size
+        tenant, tokens, blocks = (
+            request.tenant,
+            tuple(request.tokens),
+            (len(request.tokens) - self.whole) // self.naming.page_size,
+        )
         pages = request.pages[:blocks]
         load = self.prefix.begin(request.key, lambda: self.naming.extend([], tenant, tokens, blocks), pages, trace)
         if load is not None:
@@ -74,7 +83,7 @@ class KvSide:
     def sealed(self, request: Request, first: int, trace: SpanContext | None) -> None:
         """Blocks from `first` on are sealed now: offered, their pages pinned until the bytes are copied."""
         size = self.naming.page_size
-        blocks = request.computed // size
+        blocks = max(0, request.computed - self.recent) // size
         keys = self.naming.extend(self._keys.setdefault(request, []), request.tenant, request.tokens, blocks)
         for block in range(max(first, request.loaded_blocks), blocks):
             page = request.pages[block]

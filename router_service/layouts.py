@@ -13,7 +13,7 @@ import torch
 
 from forefetch.kernels.attention import ChunkPlan, fill_blocks
 from forefetch.kernels.attention.chunks import BLOCK
-from router_service.batch import PrefillRows, StepBatch, StepBuffers
+from router_service.batch import PrefillRows, StepBatch, StepBuffers, chunk_rows
 from router_service.pages import SCRATCH
 from router_service.scheduler import Plan
 
@@ -76,7 +76,7 @@ class LayoutBuffers(StepBuffers):
         prefills, picks = [], list(range(len(plan.decodes)))
         for index, chunk in enumerate(plan.prefills):
             self._place(rows[:, at : at + chunk.count], chunk)
-            prefills.append(PrefillRows(at, chunk.count, chunk.start, list(chunk.request.pages)))
+            prefills.append(chunk_rows(at, chunk))
             at += chunk.count
             rows[3, decodes + index] = at - 1
             if chunk.samples:

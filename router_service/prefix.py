@@ -157,9 +157,10 @@ class Prefix:
             wanted = run[first : first + batch]
             blocks = replica.client.get(wanted, load.left_s, metadata)
             for block in blocks:
-                if len(block) != size:
+                try:
+                    self._write_block(load.pages[load.blocks], block)
+                except ValueError:  # not of a length that a block has
                     return "mismatch"
-                self._write_block(load.pages[load.blocks], block)
                 load.blocks += 1
             if len(blocks) < len(wanted):
                 return _stopped(load) or "broken"

@@ -22,6 +22,7 @@ from router_service.pages import PagePool
 class Request:
     """A request in the engine. `tokens` is the prompt followed by the answer; K and V of `tokens[:computed]` are committed.
 
+    `lane`: a number that no other running request has, below the largest batch.
     `known`: tokens of the answer that were there when the request came, because it goes on with a session. `loading`: its
     cached prefix is on its way, nothing is computed for it. `cached`: tokens that came from a cache. `error`: why it is to end.
     """
@@ -44,6 +45,7 @@ class Request:
     loading: bool = False
     loaded_blocks: int = 0
     cached: int = 0
+    lane: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *self.known]
@@ -107,16 +109,22 @@ class Plan:
 
 
 class Scheduler:
-    """The admission queue and the running batch. Not thread-safe: its owner locks."""
+    """The admission queue and the running batch. Not thread-safe: its owner locks.
 
-    def __init__(self, pool: PagePool, *, page_size: int, max_batch: int, max_step_tokens: int, max_waiting: int) -> None:
+    `recent`: newest tokens that no block holds."""
+
+    def __init__(
+        self, pool: PagePool, *, page_size: int, max_batch: int, max_step_tokens: int, max_waiting: int, recent: int = 0
+    ) -> None:
         self.pool = pool
         self.page_size = page_size
+        self.recent = recent
         self.max_batch = max_batch
         self.max_step_tokens = max_step_tokens
         self.max_waiting = max_waiting
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self._lanes = list(reversed(range(max_batch)))
         self._service_s = 1.0  # smoothed time from start to end of a request, for retry hints
 
     def submit(self, request: Request) -> None:
@@ -151,7 +159,7 @@ class Scheduler:
             if pages is None:
                 break  # strictly first come, first served: nothing overtakes a large request forever
             request = self.waiting.popleft()
-            request.pages, request.started = pages, now
+            request.pages, request.started, request.lane = pages, now, self._lanes.pop()
             self.running.append(request)
             started.append(request)
         return started
@@ -171,6 +179,10 @@ class Scheduler:
                 left -= count
         return Plan(tuple(decodes), tuple(prefills)) if decodes or prefills else None
 
+    def sealed(self, tokens: int) -> int:
+        """Blocks that are final when `tokens` are committed."""
+        return max(0, tokens - self.recent) // self.page_size
+
     def commit(self, plan: Plan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
         """Advances the plan's requests; `sampled` are the new tokens of its sampling chunks in row order.
 
@@ -178,12 +190,12 @@ class Scheduler:
         """
         sealed, tokens = [], iter(sampled)
         for chunk in plan.chunks:
-            request, before = chunk.request, chunk.request.computed // self.page_size
+            request, before = chunk.request, self.sealed(chunk.request.computed)
             samples = chunk.samples
             request.computed = chunk.start + chunk.count
             if samples:
                 request.tokens.append(next(tokens))
-            if request.computed // self.page_size > before:
+            if self.sealed(request.computed) > before:
                 sealed.append((request, before))
         return sealed
 
@@ -191,6 +203,7 @@ class Scheduler:
         """Takes a request out, finished or not, and frees its pages."""
         if request in self.running:
             self.running.remove(request)
+            self._lanes.append(request.lane)
             self._service_s += 0.2 * (now - (request.started or now) - self._service_s)
         else:
             self.waiting.remove(request)

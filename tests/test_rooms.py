@@ -44,7 +44,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "edge": ("__main__", "server", "client", "links", "hinting", "build", "status", "asking", "conversations"),
     "device": (
         *("engine", "trunk", "decoder", "captured", "layouts", "batch", "cache", "rope", "dispatch", "workers", "sampling"),
-        *("text", "detokenise", "answer", "recorder", "core", "experts", "packed", "lookahead", "hints"),
+        *("text", "detokenise", "answer", "recorder", "core", "experts", "packed", "lookahead", "hints", "sealed", "quality"),
         *("disk", "vault", "session_log", "session_rows", "operators"),
         *("kv", "handover", "lane", "replicas", "prefix", "naming", "sessions"),
         *("host", "pool", "convert", "residency", "visit"),

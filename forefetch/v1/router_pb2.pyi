@@ -249,7 +249,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("model", "model_digest", "family", "context_length", "vocab_size", "default_max_tokens", "max_waiting", "max_batch", "kv_format", "page_size", "device", "dtype", "workers", "version")
+    __slots__ = ("model", "model_digest", "family", "context_length", "vocab_size", "default_max_tokens", "max_waiting", "max_batch", "kv_format", "kv_parameters", "page_size", "device", "dtype", "workers", "version")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +259,7 @@ class DescribeResponse(_message.Message):
     MAX_WAITING_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
     KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    KV_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -273,12 +274,13 @@ class DescribeResponse(_message.Message):
     max_waiting: int
     max_batch: int
     kv_format: str
+    kv_parameters: str
     page_size: int
     device: str
     dtype: _tensor_pb2.DataType
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     version: str
-    def __init__(self, model: _Optional[str] = ..., model_digest: _Optional[str] = ..., family: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., default_max_tokens: _Optional[int] = ..., max_waiting: _Optional[int] = ..., max_batch: _Optional[int] = ..., kv_format: _Optional[str] = ..., page_size: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., model_digest: _Optional[str] = ..., family: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., default_max_tokens: _Optional[int] = ..., max_waiting: _Optional[int] = ..., max_batch: _Optional[int] = ..., kv_format: _Optional[str] = ..., kv_parameters: _Optional[str] = ..., page_size: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("address", "link", "up", "experts", "shard", "shards", "reconnects", "pairs", "calls")

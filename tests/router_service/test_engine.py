@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ class CountingTrunk:
     gate: threading.Event = field(default_factory=threading.Event)
     nan_for: int = -1
     steps: int = 0
+    cache: Any = field(default_factory=lambda: SimpleNamespace(commit=lambda batch: None))
 
     def forward(self, batch: StepBatch, experts: Any, stamps: StepStamps, observer: None = None) -> torch.Tensor:
         self.gate.wait(5.0)

@@ -15,6 +15,8 @@ from forefetch.kernels.attention import cpu
 from forefetch.kernels.attention.chunks import ChunkPlan, fill_blocks, prefill_chunks
 from forefetch.kernels.attention.cpu import DecodePlan, plan_decode, prefill
 from forefetch.kernels.attention.paged import PagedPlan, decode_paged
+from forefetch.kernels.attention.sealed_cpu import decode_sealed_cpu as decode_sealed
+from forefetch.kernels.attention.sealed_cpu import prefill_sealed_cpu as prefill_sealed
 
 __all__ = [
     "ChunkPlan",
@@ -23,10 +25,12 @@ __all__ = [
     "decode",
     "decode_paged",
     "decode_planned",
+    "decode_sealed",
     "fill_blocks",
     "plan_decode",
     "prefill",
     "prefill_chunks",
+    "prefill_sealed",
 ]
 
 

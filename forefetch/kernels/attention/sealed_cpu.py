@@ -180,16 +180,25 @@ class Partial(NamedTuple):
 
 
 def prefill_sealed_cpu(
-    q: Tensor, k: Tensor, v: Tensor, pages: Tensor, kv: SealedKv, tail: int, start: int, format: KvFormat, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor,
+    kv: SealedKv,
+    tail: int,
+    start: int,
+    format: KvFormat,
+    scale: float,
+    loaded: int = 0,
 ) -> Tensor:
     """q [C, Hq, D] at positions start .. start + C - 1 of one request -> [C, Hq, D]; causal.
 
     k, v [Hkv, m, D] float16: the request's tokens that were not sealed before the chunk, and the chunk's own, up to its last.
-    `pages` [p]: its page numbers; those that any of the queries reads sealed (`format.sealed_pages`) must be sealed by now.
+    `pages` [p]: its page numbers; those that a query reads sealed (`format.sealed_pages`, or `loaded` if more) must be sealed.
     """
     count, first = len(q), start + len(q) - k.shape[1]  # first: position of k[:, 0]
     queries = q.float().view(count, len(k), -1, q.shape[2]).permute(1, 2, 0, 3) * scale  # [Hkv, G, C, D]
-    seen = torch.tensor([format.sealed_pages(start + i) for i in range(count)], device=q.device)  # [C]
+    seen = torch.tensor([max(format.sealed_pages(start + i), loaded) for i in range(count)], device=q.device)  # [C]
     out, lse = _fresh(queries, k.float(), v.float(), kv, tail, start, first, seen, format)
     for begin in range(0, int(seen[-1]), BLOCK):
         rows = int((seen <= begin).sum())  # queries before it see nothing of this block

@@ -87,8 +87,8 @@ class KvFormat:
     page: int = 128
     outliers: int = 1
     thirds: int = 0
-    sinks: int = 16
-    recent: int = 64
+    sinks: int = 4
+    recent: int = 112
 
     def __post_init__(self) -> None:
         if self.name not in LEVELS:
@@ -145,8 +145,9 @@ class KvFormat:
         return max(0, position - self.recent) // self.page
 
     def parameters(self) -> str:
-        """Canonical text of everything that the bytes depend on besides name, page and geometry; part of content keys."""
-        return f"1 outliers={self.outliers} thirds={self.thirds} sinks={self.sinks}"
+        """Canonical text of everything that the bytes depend on besides name, page and geometry; part of content keys. `recent`
+        is among it: deeper layers' keys and values follow from what shallower ones attended to."""
+        return f"codec=1 outliers={self.outliers} thirds={self.thirds} sinks={self.sinks} recent={self.recent}"
 
 
 @lru_cache
