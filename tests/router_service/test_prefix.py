@@ -74,6 +74,8 @@ class Rig:
     away: tuple[str, ...] = ()
 
     def write(self, page: int, data: bytes) -> None:
+        if len(data) != BLOCK:
+            raise ValueError("another size")
         self.writing.wait(10)
         self.memory[page] = data
 
