@@ -42,9 +42,8 @@ async def serve(config: RouterConfig) -> None:
     scheduler = build.scheduler(config, sizes, placement)
     registry = new_registry()
     recorder = _recorder(config, spec, dispatch.workers, registry)
-    kv = None
-    if config.kv:
-        kv = build.kv(config, spec, checkpoint.digest, placement, trunk, scheduler.pool, recorder.exporter)
+    kv_parts = (config, spec, checkpoint.digest, placement, trunk, scheduler.pool, recorder.exporter)
+    kv = build.kv(*kv_parts) if config.kv else None
     hints = build.hints(config, trunk, checkpoint.digest, dispatch)
     parts = Parts(trunk, build.buffers(config, sizes, placement), dispatch, dispatch.workers, scheduler, recorder, kv, hints)
     engine = Engine(parts, Deliverer(asyncio.get_running_loop()), config.worker_grace_s)
