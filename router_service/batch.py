@@ -52,6 +52,7 @@ class StepBatch:
     picks: torch.Tensor | None = None  # [S] which of `logit_rows` choose a token, if not all of them do
     lanes: list[int] = field(default_factory=list)  # per decode row, see PrefillRows
     loaded: list[int] = field(default_factory=list)
+    held: torch.Tensor | None = None  # [2, decodes] int32 beside `paged`: lanes and loaded pages, on the device
 
     @property
     def layout(self) -> tuple[int, int]:
@@ -83,8 +84,8 @@ class StepBuffers:
         self._rows_host = torch.zeros((4, max_tokens), dtype=torch.int64, pin_memory=pinned)
         self._table = torch.zeros((max_batch, max_pages), dtype=torch.int64)
         self._rows = self._rows_host if not pinned else torch.zeros_like(self._rows_host, device=device)
-        # Lengths of all rows, then their pages: one copy brings what a step uses of it.
-        self._paged_host = torch.zeros(max_batch * (1 + max_pages) if paged else 0, dtype=torch.int32, pin_memory=pinned)
+        # Lengths, lanes and loaded pages of all rows, then their pages: one copy brings what changed of it.
+        self._paged_host = torch.zeros(max_batch * (3 + max_pages) if paged else 0, dtype=torch.int32, pin_memory=pinned)
         self._paged = self._paged_host if not pinned else torch.zeros_like(self._paged_host, device=device)
         self._tabled: list[tuple[int, ...]] = [()] * max_batch  # whose pages each row of the table holds
         self._stale = False  # the device's table is behind
@@ -107,24 +108,25 @@ class StepBuffers:
         rows[3, : len(logit_rows)] = logit_rows
         batch = self._batch(step, plan, at, padded, tuple(prefills), len(logit_rows))
         if len(self._paged):
-            lengths = batch.lengths if prefills else [*batch.lengths, *[0] * (padded - at)]
-            batch = replace(batch, paged=self._page_plan(lengths))
-            batch = batch if prefills else replace(batch, decodes=padded)
+            batch = self._paged_rows(batch, len(batch.lengths) if prefills else padded)
         return replace(batch, trace=trace) if trace else batch
 
-    def _page_plan(self, lengths: list[int]) -> PagedPlan:
-        """lengths [b] and the first b rows of the table, on the device at addresses that never change."""
-        count, width = len(lengths), self._table.shape[1]
+    def _paged_rows(self, batch: StepBatch, count: int) -> StepBatch:
+        """The step with `count` decode rows, idle ones behind the real, whose places are read on the device."""
+        real, width, fixed = len(batch.lengths), self._table.shape[1], 3 * self.max_batch
         host = self._paged_host.numpy()
-        host[:count] = lengths
-        used = self.max_batch + count * width
-        changed = self.max_batch
+        rows = host[:fixed].reshape(3, self.max_batch)
+        rows[:, :real] = batch.lengths, batch.lanes, batch.loaded
+        rows[:, real:count] = 0
+        changed = fixed
         if self._stale:
             self._stale, changed = False, len(host)
-            host[self.max_batch :] = self._table.numpy().ravel()
+            host[fixed:] = self._table.numpy().ravel()
         if self._paged is not self._paged_host:
             self._paged[:changed].copy_(self._paged_host[:changed], non_blocking=True)
-        return PagedPlan(self._paged[self.max_batch : used].view(count, width), self._paged[:count])
+        placed = self._paged[:fixed].view(3, self.max_batch)[:, :count]
+        table = self._paged[fixed : fixed + count * width].view(count, width)
+        return replace(batch, decodes=count, paged=PagedPlan(table, placed[0]), held=placed[1:])
 
     def _place_decodes(self, plan: Plan) -> None:
         """Fills ids, positions and slots of the decode rows, and the table where a row has another request than before."""

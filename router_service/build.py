@@ -138,7 +138,7 @@ def kv_bytes(config: RouterConfig, spec: ModelSpec, placement: Placement) -> tup
     """Bytes of a block, and of what sealed formats keep besides: a lane per request, rows until they are committed."""
     if placement.sealed is None:
         return KvCache.page_bytes(spec, config.page_size, placement.kv_dtype), 0
-    lanes = config.max_batch * SealedCache.lane_bytes(spec, placement.sealed, placement.exempt)
+    lanes = (config.max_batch + 1) * SealedCache.lane_bytes(spec, placement.sealed, placement.exempt)
     rows = config.max_step_tokens * SealedCache.row_bytes(spec, placement.exempt)
     return SealedCache.page_bytes(spec, placement.sealed, placement.exempt), lanes + rows
 
@@ -204,12 +204,12 @@ def buffers(config: RouterConfig, sizes: Sizes, placement: Placement) -> StepBuf
     """Static step buffers; in fixed layouts where steps may be recorded."""
     device, buckets = placement.device, config.buckets(placement.device.type)
     shape = {"max_tokens": config.max_step_tokens, "max_batch": config.max_batch, "max_pages": sizes.max_pages}
-    if placement.sealed is not None:
-        return StepBuffers(**shape, page_size=config.page_size, device=device, buckets=buckets, paged=False)
     if device.type == "cuda" and buckets and config.graphs == "auto" and not config.addresses():
         prompts = sorted({min(rows, config.max_step_tokens) for rows in (*PROMPT_ROWS, config.max_step_tokens)})
+        prompts = [] if placement.sealed else prompts  # chunks over sealed pages are planned on the host
         return LayoutBuffers(**shape, page_size=config.page_size, device=device, buckets=buckets, chunk_rows=prompts)
-    return StepBuffers(**shape, page_size=config.page_size, device=device, buckets=buckets, paged=device.type == "cuda")
+    paged = device.type == "cuda" and placement.sealed is None
+    return StepBuffers(**shape, page_size=config.page_size, device=device, buckets=buckets, paged=paged)
 
 
 def kv(

@@ -52,6 +52,10 @@ class KvCache:
     def _narrowed(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if rows.dtype == self.dtype else rows.clamp(-self._limit, self._limit).to(self.dtype)
 
+    def recordable(self, batch: StepBatch) -> bool:
+        """Any step is."""
+        return True
+
     def commit(self, batch: StepBatch) -> None:
         """Nothing is left to do: every row lies where it stays."""
 

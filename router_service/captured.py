@@ -83,6 +83,7 @@ class CapturedTrunk:
         """As Trunk.forward. Logits are valid until the next one. `experts` is not used: these are resident."""
         self._marked = bool(batch.trace) or batch.step % MARK_EVERY == 0
         fits = batch.paged is not None and (batch.chunked is not None or not batch.prefills) and observer is None
+        fits = fits and self.cache.recordable(batch)
         found = self._steps.get((*batch.layout, self._marked)) if fits else None
         self._replayed = found is not None
         if found is None:

@@ -83,10 +83,8 @@ class LayoutBuffers(StepBuffers):
                 picks.append(decodes + index)
         chosen = decodes + (CHUNKS if prompt else 0)
         batch = self._batch(step, plan, at, total, tuple(prefills), chosen)
-        lengths = [*batch.lengths, *[0] * (decodes - len(batch.lengths))]
-        paged = self._page_plan(lengths)
         chunked = self._chunk_plan(prefills, decodes, prompt) if prompt else None
-        return replace(batch, decodes=decodes, paged=paged, chunked=chunked, picks=self._picks(picks))
+        return replace(self._paged_rows(batch, decodes), chunked=chunked, picks=self._picks(picks))
 
     def _chunk_plan(self, prefills: Sequence[PrefillRows], decodes: int, prompt: int) -> ChunkPlan:
         """Blocks and pages of the chunks on the device; rows are counted from the first prompt row."""

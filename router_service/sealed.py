@@ -28,7 +28,7 @@ from forefetch.kernels.attention import decode_sealed, prefill_sealed
 from forefetch.kernels.attention.sealed import SealedKv, SealedPlan
 from forefetch.kernels.kv_codec import KvFormat, seal
 from forefetch.kernels.kv_codec.formats import SATURATION
-from forefetch.kernels.qkv import HeadNorms
+from forefetch.kernels.qkv import HeadNorms, enter
 from forefetch.spec import ModelSpec
 from router_service.batch import PrefillRows, StepBatch
 from router_service.cache import DenseStep, KvCache
@@ -57,8 +57,9 @@ class SealedCache:
         self.exact = KvCache(rest, pages=pages, page_size=format.page, dtype=HALF, device=device)
         heads, dim, layers = spec.kv_heads, spec.head_dim, len(self.place)
         self.pages = torch.zeros((layers, heads, pages, format.blob_bytes), dtype=torch.uint8, device=device)
-        self.tails = torch.zeros((layers, 2, heads, lanes, format.tail_tokens, dim), dtype=HALF, device=device)
-        self.sinks = torch.zeros((layers, 2, heads, lanes, format.sinks, dim), dtype=HALF, device=device)
+        # One lane more than requests: idle rows of padded steps write there.
+        self.tails = torch.zeros((layers, 2, heads, lanes + 1, format.tail_tokens, dim), dtype=HALF, device=device)
+        self.sinks = torch.zeros((layers, 2, heads, lanes + 1, format.sinks, dim), dtype=HALF, device=device)
         self.rows = torch.zeros((layers, 2, heads, max_rows, dim), dtype=HALF, device=device)
         self.block_bytes = self.page_bytes(spec, format, exempt)
         self._loaded: set[int] = set()  # first pages whose sinks no lane has taken yet
@@ -96,6 +97,9 @@ class SealedCache:
 
     def step(self, batch: StepBatch, dtype: torch.dtype, scale: float) -> SealedStep:
         """The attention of a step's rows."""
+        exact = self.exact.step(batch, dtype, scale) if self.exempt else None
+        if batch.paged is not None and not batch.prefills:
+            return self._device_step(batch, exact, scale)
         for rows in batch.prefills:
             self._take_sinks(rows)
         device, positions = self.pages.device, [length - 1 for length in batch.lengths]
@@ -103,10 +107,26 @@ class SealedCache:
         offsets = [at - count * self.page_size for at, count in zip(positions, sealed, strict=True)]
         numbers = torch.tensor([sealed, batch.lengths, batch.lanes, offsets, positions], dtype=torch.int32).to(device)
         plan = SealedPlan(batch.page_table.int().to(device), numbers[0], numbers[1], numbers[2])
-        exact = self.exact.step(batch, dtype, scale) if self.exempt else None
         places = (numbers[2] * self.format.tail_tokens + numbers[3]).long()
         early = numbers[4] < self.format.sinks if min(positions, default=self.format.sinks) < self.format.sinks else None
         return SealedStep(self, batch, plan, places, numbers[4].long(), early, exact, scale)
+
+    def _device_step(self, batch: StepBatch, exact: DenseStep | None, scale: float) -> SealedStep:
+        """A step of decode rows alone, whose places are worked out on the device: nothing depends on the host."""
+        assert batch.paged is not None
+        assert batch.held is not None
+        lengths, format = batch.paged.lengths, self.format
+        positions = (lengths - 1).clamp_min(0)
+        sealed = torch.maximum((positions - format.recent).clamp_min(0) // format.page, batch.held[1])
+        lanes = torch.where(lengths > 0, batch.held[0], self.lanes)
+        places = (lanes * format.tail_tokens + positions - sealed * format.page).long()
+        plan = SealedPlan(batch.paged.table, sealed, lengths.clamp_min(1), lanes)
+        early = positions < format.sinks if not self.recordable(batch) else None
+        return SealedStep(self, batch, plan, places, positions.long(), early, exact, scale)
+
+    def recordable(self, batch: StepBatch) -> bool:
+        """Unless a row still writes sinks."""
+        return min(batch.lengths, default=self.format.sinks + 1) > self.format.sinks
 
     def _take_sinks(self, rows: PrefillRows) -> None:
         """The first chunk behind a cached prefix brings the sinks that came with it into its lane."""
@@ -229,8 +249,15 @@ class SealedStep:
         return out
 
     def decode(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None) -> Tensor:
-        """Sealed pages are not attended to in recorded steps; `build.buffers` sees to that."""
-        raise NotImplementedError("steps over sealed pages are not recorded")
+        """The QKV product's rows [B, (Hq + 2 Hkv) D] of decode rows that write no sinks -> [B, Hq, D], without the host."""
+        place = self.cache.place.get(layer)
+        if place is None:
+            assert self.exact is not None
+            return self.exact.decode(self.cache.exempt[layer], qkv, cos, sin, norms)
+        kv = self.cache.layer(place)
+        tails = kv.tail_k.flatten(1, 2), kv.tail_v.flatten(1, 2)
+        q = enter(qkv, cos, sin, norms, self.places, *tails, limit=SATURATION)
+        return decode_sealed(q, kv, self.plan, self.cache.format, self.scale)
 
     def _write(self, place: int, new: Tensor) -> None:
         """Decode rows [2, Hkv, n, D] into their tails, and the first tokens of a sequence into its sinks."""

@@ -60,6 +60,9 @@ class Cache(Protocol):
     def step(self, batch: StepBatch, dtype: torch.dtype, scale: float) -> Attention:
         """The attention of one step's rows; `dtype` of the queries, `scale` of the scores."""
 
+    def recordable(self, batch: StepBatch) -> bool:
+        """Whether a step in a fixed layout may be replayed: its rows lie where a recorded step looks for them."""
+
     def commit(self, batch: StepBatch) -> None:
         """The step of these rows can no longer fail: what is sealed is sealed now."""
 

@@ -279,7 +279,7 @@ def test_memory_is_what_the_arithmetic_says() -> None:
     held = sum(pool.nbytes for pool in (cache.pages, *cache.exact.k, *cache.exact.v))
     assert held == pages * SealedCache.page_bytes(spec, format, [1])
     copies = 2 * cache.sinks.nbytes  # at most, on the host
-    assert cache.tails.nbytes + cache.sinks.nbytes + copies == lanes * SealedCache.lane_bytes(spec, format, [1])
+    assert cache.tails.nbytes + cache.sinks.nbytes + copies == (lanes + 1) * SealedCache.lane_bytes(spec, format, [1])
     assert cache.rows.nbytes == ROWS * SealedCache.row_bytes(spec, [1])
 
 

@@ -25,15 +25,22 @@ class HeadNorms:
 
 
 def enter(
-    qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, slots: Tensor, k_cache: Tensor, v_cache: Tensor
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: HeadNorms | None,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    limit: float | None = None,
 ) -> Tensor:
     """qkv [T, (Hq + 2 Hkv) D] -> q [T, Hq, D], normed and rotated; K and V go to caches [Hkv, N, D] at slots [T].
 
-    cos, sin [T, 1, D] with both halves filled. Values beyond the cache's type saturate. Two rows may name one slot only if
-    nobody reads it (the scratch page).
+    cos, sin [T, 1, D] with both halves filled. Values saturate at +-limit, by default the cache's largest. Two rows may name
+    one slot only if nobody reads it (the scratch page).
     """
     if qkv.is_cuda:
         from forefetch.kernels.qkv import triton
 
-        return triton.enter(qkv, cos, sin, norms, slots, k_cache, v_cache)
-    return ref.enter(qkv, cos, sin, norms, slots, k_cache, v_cache)
+        return triton.enter(qkv, cos, sin, norms, slots, k_cache, v_cache, limit)
+    return ref.enter(qkv, cos, sin, norms, slots, k_cache, v_cache, limit)

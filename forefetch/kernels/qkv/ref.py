@@ -13,7 +13,14 @@ if TYPE_CHECKING:
 
 
 def enter(
-    qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, slots: Tensor, k_cache: Tensor, v_cache: Tensor
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: HeadNorms | None,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    limit: float | None = None,
 ) -> Tensor:
     """See the package."""
     kv_heads, _, dim = k_cache.shape
@@ -23,8 +30,8 @@ def enter(
         q, k = rms_norm(q, (dim,), norms.q, norms.eps), rms_norm(k, (dim,), norms.k, norms.eps)
     q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
     for cache, rows in ((k_cache, k), (v_cache, v)):
-        limit = torch.finfo(cache.dtype).max
-        narrow = rows if rows.dtype == cache.dtype else rows.clamp(-limit, limit).to(cache.dtype)
+        most = limit or torch.finfo(cache.dtype).max
+        narrow = rows if rows.dtype == cache.dtype and not limit else rows.clamp(-most, most).to(cache.dtype)
         cache.index_copy_(1, slots, narrow.transpose(0, 1))
     return q
 

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
 
 def enter(
-    qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, slots: Tensor, k_cache: Tensor, v_cache: Tensor
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: HeadNorms | None,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    limit: float | None = None,
 ) -> Tensor:
     """See the package. ValueError for shapes and strides that the kernel does not read."""
     (kv_heads, _, dim), rows = k_cache.shape, len(qkv)
@@ -33,7 +40,7 @@ def enter(
     weights = (norms.q, norms.k, norms.eps) if norms else (qkv, qkv, 0.0)
     _enter[(rows, heads + 2 * kv_heads)](
         *(qkv, cos, sin, *weights, slots, k_cache, v_cache, q, k_cache.stride(0), k_cache.stride(1)),
-        LIMIT=float(torch.finfo(k_cache.dtype).max),
+        LIMIT=float(limit or torch.finfo(k_cache.dtype).max),
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=dim // 2,

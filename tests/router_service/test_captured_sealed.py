@@ -1,0 +1,93 @@
+"""Recorded steps over sealed pages against the trunk as written: the same tokens while pages are sealed under way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forefetch.kernels.kv_codec import KvFormat
+from forefetch.synthetic import open_model
+from forefetch.telemetry.ring import StepRing
+from router_service.admission import Admitted, SamplingParams
+from router_service.captured import CapturedTrunk, DeviceExperts, Recorder
+from router_service.layouts import LayoutBuffers
+from router_service.pages import PagePool
+from router_service.scheduler import Request, Scheduler
+from router_service.sealed import SealedCache
+from router_service.trunk import Trunk
+from tests.router_service.test_captured import PlainResident, Spy
+
+ON_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")])
+SIZES = "layers=2,hidden_size=64,moe_intermediate_size=32,experts=4,num_experts_per_tok=2,vocab_size=96,context=1024"
+LANES = 4
+
+
+class Rig:
+    """A small random model over a sealed cache; `recorder` None: nothing is recorded."""
+
+    def __init__(self, format: KvFormat, exempt: tuple[int, ...], device: torch.device, recorder: Recorder | None) -> None:
+        shape = f"{SIZES},head_dim={format.head_dim},num_attention_heads=8,num_key_value_heads=2"
+        spec, checkpoint = open_model(f"synthetic:qwen3-30b-a3b,{shape}", allow_synthetic=True)
+        self.cache = SealedCache(spec, format, exempt=exempt, pages=24, lanes=LANES, max_rows=200, device=device)
+        self.cache.pages.fill_(0xFF)
+        for pool in (self.cache.tails, self.cache.sinks, *self.cache.exact.k, *self.cache.exact.v):
+            pool.fill_(torch.nan)
+        trunk = Trunk(spec, checkpoint, self.cache, dtype=torch.float32, device=device)
+        sizes = {"max_tokens": 200, "max_batch": LANES, "max_pages": 8, "page_size": format.page}
+        self.buffers = LayoutBuffers(**sizes, device=device, buckets=(1, 2, 4), chunk_rows=())
+        experts = PlainResident(spec, checkpoint, device)
+        self.scheduler = Scheduler(
+            PagePool(24), page_size=format.page, max_batch=LANES, max_step_tokens=200, max_waiting=8, recent=format.recent
+        )
+        self.model, self.experts = CapturedTrunk(trunk, experts, self.buffers, recorder or Spy()), DeviceExperts(experts)
+        self.eager = trunk if recorder is None else None
+        if recorder is not None:
+            self.model.warm_up()
+        self.ring, self.replays, self.requests = StepRing(2, spec.layers, 1), 0, list[Request]()
+
+    def add(self, length: int, answer: int) -> None:
+        ids = tuple((7 * i + length) % 96 for i in range(length))
+        admitted = Admitted(ids, answer, False, SamplingParams(), (), frozenset(), "r")
+        self.requests.append(Request(len(self.requests), "r", ids, admitted, arrival=0.0))
+        self.scheduler.submit(self.requests[-1])
+        self.scheduler.admit(0.0)
+
+    def run(self) -> list[list[int]]:
+        """Every request to its end; the tokens of each."""
+        step = 0
+        while (plan := self.scheduler.plan()) is not None:
+            batch, stamps = self.buffers.fill(step, plan), self.ring.begin(step, 0)
+            if self.eager is not None:
+                logits = self.eager.forward(batch, self.experts, stamps)
+            else:
+                logits = self.model.forward(batch, self.experts, stamps)
+                self.replays += self.model._replayed
+            self.cache.commit(batch)
+            self.scheduler.commit(plan, logits.argmax(-1).tolist())
+            for chunk in plan.chunks:
+                if chunk.request.generated == chunk.request.admitted.max_tokens:
+                    self.scheduler.remove(chunk.request, 0.0)
+            step += 1
+        return [request.tokens for request in self.requests]
+
+
+CASES = [
+    pytest.param(KvFormat("e2m0", head_dim=16, page=32, sinks=2, recent=8), (), "cpu", id="e2m0"),
+    pytest.param(KvFormat("fp4", head_dim=32, page=32, sinks=0, recent=0), (1,), "cpu", id="fp4 and an exempt layer"),
+    pytest.param(KvFormat("e2m0", sinks=4, recent=16), (), "cuda", marks=ON_GPU.marks, id="e2m0 on a GPU"),
+    pytest.param(KvFormat("asym3", sinks=4, recent=16), (0,), "cuda", marks=ON_GPU.marks, id="asym3 on a GPU"),
+]
+
+
+@pytest.mark.parametrize(("format", "exempt", "on"), CASES)
+def test_recorded_steps_give_the_tokens_of_written_ones(format: KvFormat, exempt: tuple[int, ...], on: str) -> None:
+    from router_service.captured import CudaRecorder
+
+    device, answers = torch.device(on), []
+    for recorder in (None, CudaRecorder(device) if on == "cuda" else Spy()):
+        rig = Rig(format, exempt, device, recorder)
+        for length, answer in ((format.page - 3, 60), (1, 2 * format.page), (2 * format.page, 5)):
+            rig.add(length, answer)
+        answers.append(rig.run())
+    assert answers[0] == answers[1]
+    assert rig.replays > format.page  # but for steps with prompts, and those that still write sinks
