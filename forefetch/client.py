@@ -55,14 +55,15 @@ _Metadata = tuple[tuple[str, str], ...]
 
 class Client:
     """For asyncio: any number of concurrent calls, within one event loop. `address` is a router's host:port, or several with
-    commas between; calls go to the one that answered last. `patience_s`: how long a generation that can be sent again looks
-    for a router, seconds without a token.
+    commas between; calls go to the one that answered last. `token`: who the caller is, for a router with --auth-tokens.
+    `patience_s`: how long a generation that can be sent again looks for a router, seconds without an answer.
 
     Connections are made on the first call; `close`, or leaving `async with`, ends them and the calls that still run.
     """
 
-    def __init__(self, address: str, *, tls: rpc.Tls | None = None, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, address: str, *, tls: rpc.Tls | None = None, token: str = "", patience_s: float = PATIENCE_S) -> None:
         self.address, self._tls, self._patience_s = address, tls, patience_s
+        self._bearer = _bearer(token)
         self._addresses, self._at = address.split(","), 0
         self._channels: dict[str, grpc.aio.Channel] = {}
 
@@ -90,7 +91,7 @@ class Client:
         self, prompt: Prompt | None, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Event, None]:
         """Streams tokens, then one Finish. A value that does not fit its field raises BadRequest here, before any call."""
-        return self._stream(messages.generate_request(prompt, options), _metadata(), timeout)
+        return self._stream(messages.generate_request(prompt, options), _metadata() + self._bearer, timeout)
 
     async def _stream(
         self, request: router_pb2.GenerateRequest, metadata: _Metadata, timeout: float | None
@@ -134,14 +135,15 @@ class Client:
 
     async def _call(self, method: Callable[..., Awaitable[R]], request: Message, timeout: float) -> R:
         with _our_errors():
-            return await method(request, timeout=timeout, metadata=_metadata())
+            return await method(request, timeout=timeout, metadata=_metadata() + self._bearer)
 
 
 class SyncClient:
     """`Client` for code without asyncio; may be used from several threads. `generate` returns a plain generator."""
 
-    def __init__(self, address: str, *, tls: rpc.Tls | None = None, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, address: str, *, tls: rpc.Tls | None = None, token: str = "", patience_s: float = PATIENCE_S) -> None:
         self.address, self._patience_s = address, patience_s
+        self._bearer = _bearer(token)
         self._addresses, self._at = address.split(","), 0
         self._channels = [rpc.channel(one, tls) for one in self._addresses]
         self._stubs = [router_pb2_grpc.RouterServiceStub(channel) for channel in self._channels]
@@ -165,7 +167,7 @@ class SyncClient:
         self, prompt: Prompt | None, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Generator[Event, None, None]:
         """See `Client.generate`."""
-        return self._stream(messages.generate_request(prompt, options), _metadata(), timeout)
+        return self._stream(messages.generate_request(prompt, options), _metadata() + self._bearer, timeout)
 
     def _stream(
         self, request: router_pb2.GenerateRequest, metadata: _Metadata, timeout: float | None
@@ -209,7 +211,7 @@ class SyncClient:
 
     def _call(self, method: Callable[..., R], request: Message, timeout: float) -> R:
         with _our_errors():
-            return method(request, timeout=timeout, metadata=_metadata())
+            return method(request, timeout=timeout, metadata=_metadata() + self._bearer)
 
 
 def _seen(attempts: Attempts, response: router_pb2.GenerateResponse, started: float) -> Event:
@@ -221,6 +223,10 @@ def _seen(attempts: Attempts, response: router_pb2.GenerateResponse, started: fl
 
 def _left(timeout: float | None, started: float) -> float | None:
     return None if timeout is None else max(timeout - (perf_counter() - started), 0.0)
+
+
+def _bearer(token: str) -> _Metadata:
+    return (("authorization", f"Bearer {token}"),) if token else ()
 
 
 def _metadata() -> _Metadata:

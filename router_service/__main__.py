@@ -10,6 +10,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from forefetch import rpc, settings
+from forefetch.rpc.auth import Authenticator
 from forefetch.spec import ModelSpec
 from forefetch.synthetic import open_model
 from forefetch.telemetry import names
@@ -66,7 +67,7 @@ async def serve(config: RouterConfig) -> None:
     conversations = build.conversations(checkpoint.digest, reader, kv)
     if kv is not None:
         kv.sessions.fence = engine.fail
-    servicer = RouterServicer(engine, reader, conversations, recorder, status)
+    servicer = RouterServicer(engine, reader, conversations, recorder, status, Authenticator.of(config))
     server = await rpc.serve_aio(
         config,
         SERVICE,

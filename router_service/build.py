@@ -14,9 +14,11 @@ from forefetch import rpc
 from forefetch.device import place
 from forefetch.errors import ConfigError, Mismatch
 from forefetch.kernels.kv_codec import KvFormat
+from forefetch.rpc.auth import bearer
 from forefetch.spec import ModelSpec, read_json
 from forefetch.telemetry.spans import Exporter
 from forefetch.weights import Checkpoint
+from kv_service.client import KvClient
 from router_service.admission import Limits, default_sampling
 from router_service.asking import Reader
 from router_service.batch import StepBuffers
@@ -222,9 +224,12 @@ def kv(
     exporter: Exporter | None = None,
 ) -> KvSide:
     """The way to the KV services: hand-over of sealed blocks, loading of prefixes, logs of sessions."""
-    cache, replicas = trunk.cache, Replicas(config.kv_addresses(), rpc.tls_of(config))
+    cache, sealed = trunk.cache, placement.sealed
     params = f"{placement.kv_parameters} computed in {trunk.dtype}".lstrip()
     params += "" if config.experts == "stored" else f" with {config.experts} experts"
+    naming = Naming.of(spec, digest, placement.kv_name, params, config.page_size)
+    tls, token = rpc.tls_of(config), bearer(config.kv_token_file, "--kv-token-file")
+    replicas = Replicas(config.kv_addresses(), lambda address: KvClient(address, tls, token, naming.origin))
     handover = Handover(
         replicas,
         block_bytes=cache.block_bytes,
@@ -234,7 +239,6 @@ def kv(
     )
     cost = FetchCost(cache.block_bytes, config.page_size, config.kv_fetch_s)
     prefix = Prefix(replicas, cost, cache.write_block, exporter) if config.kv_fetch_s else None
-    naming, sealed = Naming.of(spec, digest, placement.kv_name, params, config.page_size), placement.sealed
     sessions, recent = Sessions(replicas, config.session_lag_s), sealed.recent if sealed else 0
     return KvSide(naming, replicas, handover, prefix, sessions, pool, recent=recent, whole=sealed is not None)
 

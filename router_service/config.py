@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from forefetch.errors import ConfigError
-from forefetch.settings import ServiceConfig, setting
+from forefetch.rpc.auth import AuthConfig
+from forefetch.settings import setting
 
 SEALED = ("e2m0", "asym2", "mixed", "asym3", "fp4")
 KV_FORMATS = ("auto", "float32", "bfloat16", "float16", *SEALED)
@@ -14,7 +15,7 @@ CUDA_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True)
-class RouterConfig(ServiceConfig):
+class RouterConfig(AuthConfig):
     """The router: attention, gating and sampling, and the API that users call."""
 
     PROG: ClassVar[str] = "python -m router_service"
@@ -61,6 +62,11 @@ class RouterConfig(ServiceConfig):
         """KV services as host:port,host:port. They take sealed blocks and give them back to later requests with the same
         beginning. Blocks and sessions are spread over them by their addresses as written here, so every router must write
         the same. Unset: none.""",
+    )
+    kv_token_file: str = setting(
+        "",
+        """File with the bearer token that this router shows to KV services. What its own callers are allowed is for
+        --auth-tokens: each tenant's blocks and sessions are apart from the others', under whatever name the router has.""",
     )
     kv_fetch_s: float = setting(
         5.0,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from forefetch.spec import ModelSpec
-from kv_service.client import Geometry, Key, next_key, root_key
+from kv_service.client import Geometry, Key, Origin, next_key, root_key
 
 TENANTS = 1024
 """Roots that are remembered."""
@@ -30,6 +30,11 @@ class Naming:
         """Of the checkpoint with this digest."""
         rope = f"{spec.rope.kind} theta={spec.rope.theta!r} {sorted(spec.rope.params.items())!r}"
         return cls(digest, Geometry(spec.layers, spec.kv_heads, spec.head_dim), rope, kv_format, params, page_size)
+
+    @property
+    def origin(self) -> Origin:
+        """The same, as KV services show it to operators."""
+        return Origin(self.digest, self.geometry, self.rope, self.kv_format, self.params, self.page_size)
 
     def extend(self, keys: list[Key], tenant: str, tokens: Sequence[int], blocks: int) -> list[Key]:
         """Appends to `keys`, the first keys of `tokens`, until there are `blocks`."""

@@ -7,9 +7,8 @@ segment, sessions that it holds cannot be gone on with.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from forefetch import rpc
 from forefetch.errors import ForefetchError, Unavailable
 from kv_service.client import Key, KvClient, Metadata
 from router_service.segments import cut, owner
@@ -20,14 +19,14 @@ _log = logging.getLogger(__name__)
 class Replica:
     """One KV service. `up` is what its last heartbeat said; `client` is for calls that users wait for."""
 
-    def __init__(self, address: str, tls: rpc.Tls | None) -> None:
+    def __init__(self, address: str, connect: Callable[[str], KvClient]) -> None:
         self.address, self.up = address, False
-        self._tls = tls
+        self._connect = connect
         self.client = self.connect()
 
     def connect(self) -> KvClient:
         """A connection of its own, so that bulk transfers do not queue in front of others' calls."""
-        return KvClient(self.address, self._tls)
+        return self._connect(self.address)
 
     def held(self, keys: Sequence[Key], timeout_s: float, metadata: Metadata = ()) -> int:
         """How many of the keys, from the first on, it holds. Unavailable at once while its heartbeat fails."""
@@ -45,9 +44,9 @@ class Replica:
 class Replicas:
     """All of them, in the order of `--kv`."""
 
-    def __init__(self, addresses: Sequence[str], tls: rpc.Tls | None) -> None:
+    def __init__(self, addresses: Sequence[str], connect: Callable[[str], KvClient] = KvClient) -> None:
         self.addresses = tuple(addresses)
-        self.all = [Replica(address, tls) for address in addresses]
+        self.all = [Replica(address, connect) for address in addresses]
 
     def close(self) -> None:
         """Ends running calls."""

@@ -25,6 +25,7 @@ class Request:
     `lane`: a number that no other running request has, below the largest batch.
     `known`: tokens of the answer that were there when the request came, because it goes on with a session. `loading`: its
     cached prefix is on its way, nothing is computed for it. `cached`: tokens that came from a cache. `error`: why it is to end.
+    `tenant`: whom its blocks belong to.
     """
 
     key: int

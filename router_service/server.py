@@ -13,6 +13,7 @@ import grpc
 
 from forefetch.errors import BadRequest, ForefetchError
 from forefetch.rpc import aio_handler
+from forefetch.rpc.auth import Authenticator
 from forefetch.telemetry import names
 from forefetch.telemetry.book import timings_message
 from forefetch.telemetry.context import from_metadata
@@ -57,10 +58,16 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     """The methods. Everything a stream sees comes through its sink."""
 
     def __init__(
-        self, engine: Engine, reader: Reader, conversations: Conversations, recorder: Recorder, status: Status
+        self,
+        engine: Engine,
+        reader: Reader,
+        conversations: Conversations,
+        recorder: Recorder,
+        status: Status,
+        auth: Authenticator,
     ) -> None:
         self._engine, self._reader, self._conversations = engine, reader, conversations
-        self._recorder, self._status = recorder, status
+        self._recorder, self._status, self._auth = recorder, status, auth
         self._keys = itertools.count(1)
 
     @aio_handler
@@ -68,13 +75,15 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
         """See router.proto."""
-        opened = await self._conversations.open(request, "", context.time_remaining())
+        tenant = self._auth.tenant(context)
+        opened = await self._conversations.open(request, tenant, context.time_remaining())
         left = context.time_remaining()
         wanted = Request(
             key=next(self._keys),
             request_id=opened.admitted.request_id,
             prompt=opened.admitted.prompt,
             known=opened.known,
+            tenant=tenant,
             admitted=opened.admitted,
             arrival=monotonic(),
             deadline=None if left is None else monotonic() + left,
@@ -153,21 +162,25 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     @aio_handler
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:
         """See router.proto."""
+        self._auth.tenant(context)
         return router_pb2.TokenizeResponse(ids=await self._reader.prompt_ids(request))
 
     @aio_handler
     async def Describe(self, request: router_pb2.DescribeRequest, context: Context) -> router_pb2.DescribeResponse:
         """See router.proto."""
+        self._auth.tenant(context)
         return self._status.describe()
 
     @aio_handler
     async def GetStats(self, request: router_pb2.GetStatsRequest, context: Context) -> router_pb2.GetStatsResponse:
         """See router.proto."""
+        self._auth.tenant(context)
         return self._status.stats()
 
     @aio_handler
     async def GetTrace(self, request: router_pb2.GetTraceRequest, context: Context) -> router_pb2.GetTraceResponse:
         """See router.proto."""
+        self._auth.tenant(context)
         if not request.request_id:
             raise BadRequest("request_id", "is empty; name the request")
         return await asyncio.to_thread(self._recorder.book.trace, request.request_id)

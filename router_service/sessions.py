@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from forefetch.errors import ForefetchError, Mismatch, StaleEpoch
+from forefetch.rpc.auth import ANONYMOUS
 from kv_service.client import CALL_S, SessionAck, SessionRecord, SessionState, Verdict
 from router_service.journal import Cursor, Turn
 from router_service.replicas import Replica, Replicas
@@ -35,7 +36,7 @@ TAKEN = "session.id: the session was taken over by another request"
 
 def name_of(tenant: str, session_id: str) -> str:
     """What the services know a session by: tenants never meet. At most 113 characters."""
-    return f"{hashlib.sha256(tenant.encode()).hexdigest()[:16]}/{session_id}" if tenant else session_id
+    return f"{hashlib.sha256(tenant.encode()).hexdigest()[:16]}/{session_id}" if tenant != ANONYMOUS else session_id
 
 
 @dataclass(eq=False)

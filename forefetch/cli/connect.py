@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from forefetch import rpc
@@ -12,12 +13,21 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 def add_arguments(parser: Any, whose: str = "the router") -> None:
-    """Adds --address and the TLS files."""
+    """Adds --address, the caller's token and the TLS files."""
     parser.add_argument("--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=f"{whose} (default: %(default)s)")
+    parser.add_argument("--token-file", metavar="FILE", help="file with a bearer token to show, for --auth-tokens over there")
     group = parser.add_argument_group("TLS", "Without these the connection is plain.")
     group.add_argument("--tls-ca", default="", metavar="FILE", help="PEM file with the authority that signed the server")
     group.add_argument("--tls-cert", default="", metavar="FILE", help="PEM file with a certificate to present")
     group.add_argument("--tls-key", default="", metavar="FILE", help="PEM file with its private key")
+
+
+def token_of(args: argparse.Namespace) -> str:
+    """What the flags say; "" for none. ConfigError for a file that cannot be read."""
+    try:
+        return Path(args.token_file).read_text().strip() if args.token_file else ""
+    except OSError as error:
+        raise ConfigError(f"--token-file: cannot read the file: {error.strerror}") from None
 
 
 def tls_of(args: argparse.Namespace) -> rpc.Tls | None:

@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("prompt", nargs="?", help="the prompt; read from standard input when it is missing or -")
-    connect.add_arguments(parser)
+    connect.add_arguments(parser, "the router, or several with commas: the next is asked when one is gone")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn: apply the checkpoint's chat template")
     parser.add_argument("--system", metavar="TEXT", help="a system message before the turn; implies --chat")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
@@ -102,7 +102,7 @@ async def _generate(args: argparse.Namespace, prompt: Prompt | None) -> Completi
     if args.session:
         options["session"] = args.session
         options["session_mode"] = "start" if args.start else "resume" if args.resume else "continue"
-    async with Client(args.address, tls=connect.tls_of(args)) as client:
+    async with Client(args.address, tls=connect.tls_of(args), token=connect.token_of(args)) as client:
         return await stream(client, prompt, None if args.json else write, timeout=args.timeout, options=options)
 
 

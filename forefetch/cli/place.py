@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """ConfigError when nothing was measured, or for a plan that cannot be."""
-    with SyncClient(args.address, tls=connect.tls_of(args)) as client:
+    with SyncClient(args.address, tls=connect.tls_of(args), token=connect.token_of(args)) as client:
         stats = client.stats()
     loads = {layer.layer: list(map(float, layer.pairs)) for layer in stats.expert_load}
     if not any(map(sum, loads.values())):

@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the counters once, or keeps them on screen. A router that goes away while watched is waited for."""
-    with SyncClient(args.address, tls=connect.tls_of(args)) as client:
+    with SyncClient(args.address, tls=connect.tls_of(args), token=connect.token_of(args)) as client:
         if args.watch is None:
             stats = client.stats()
             _print_json(stats) if args.json else Console(highlight=False).print(_shown(args, stats))

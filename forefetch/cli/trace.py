@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _fetch(args: argparse.Namespace) -> router_pb2.GetTraceResponse:
-    with SyncClient(args.address, tls=connect.tls_of(args)) as client:
+    with SyncClient(args.address, tls=connect.tls_of(args), token=connect.token_of(args)) as client:
         request_id = args.id or args.request_id
         if request_id is None:
             request_id = f"trace-{secrets.token_hex(4)}"

@@ -51,7 +51,7 @@ class Engine:
         self.named: defaultdict[int, list[Any]] = defaultdict(list)
         self.gate = threading.Event()
         self.gate.set()
-        self.replicas = Replicas([address], None)
+        self.replicas = Replicas([address])
         self.handover = Handover(
             self.replicas,
             block_bytes=BLOCK,

@@ -63,7 +63,7 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(PagePool(self.pages), page_size=PAGE, max_batch=8, max_step_tokens=64, max_waiting=8)
-        self.replicas = Replicas(self.addresses, None)
+        self.replicas = Replicas(self.addresses)
         naming = Naming(self.digest, Geometry(1, 1, 8), "rope", "float32", "", PAGE)
         handover = Handover(self.replicas, block_bytes=BLOCK, budget_bytes=100 * BLOCK, read_block=self.memory.__getitem__)
         prefix = Prefix(self.replicas, FetchCost(BLOCK, PAGE, self.timeout_s), self.write)

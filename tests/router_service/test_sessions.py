@@ -192,5 +192,5 @@ def test_a_caller_who_goes_before_the_beginning_is_written_is_not_followed(sessi
 
 
 def test_tenants_have_names_of_their_own() -> None:
-    assert len({name_of(tenant, "s") for tenant in ("", "a", "b", "a/s")}) == 4
+    assert len({name_of(tenant, "s") for tenant in ("default", "a", "b", "a/s")}) == 4
     assert len(name_of("t" * 500, "s" * 96)) <= 128
