@@ -13,6 +13,7 @@ aside at start, because reading beyond its end would end the process.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -34,6 +35,7 @@ _log = logging.getLogger(__name__)
 TAG_BYTES, CHECKSUM_BYTES, ORIGIN_BYTES = 16, 16, 8
 _ROW = struct.Struct(f"<BQQI{DIGEST_BYTES}s{CHECKSUM_BYTES}s{ORIGIN_BYTES}s")
 _VERSION = 1
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SLACK = 64 << 20
 """What LMDB may take beyond the blocks' budget and a quarter of it: rows, its trees, and pages between two transactions."""
 
@@ -184,5 +186,5 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except (lmdb.Error, OSError) as error:
-        full = isinstance(error, lmdb.MapFullError) or os.strerror(28) in str(error)
+        full = isinstance(error, lmdb.MapFullError) or any(os.strerror(number) in str(error) for number in _FULL)
         raise DiskError(str(error), full) from None

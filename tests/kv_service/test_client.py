@@ -18,7 +18,7 @@ from forefetch.v1 import kv_pb2_grpc as pb_grpc
 from kv_service.client import Key, KvClient
 
 if TYPE_CHECKING:
-    from conftest import Kv
+    from kv_calls import Kv
 
 KEYS = [Key(bytes(32), b"", (1,))] * 3
 

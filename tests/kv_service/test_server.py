@@ -24,7 +24,7 @@ from kv_service.client import Key, KvClient, chain
 from kv_service.config import KvConfig
 
 if TYPE_CHECKING:
-    from conftest import Kv
+    from kv_calls import Kv
 
 MIB = 1 << 20
 

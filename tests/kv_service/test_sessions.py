@@ -10,7 +10,7 @@ from forefetch.errors import BadRequest, Mismatch, StaleEpoch
 from kv_service.client import SessionRecord, SessionState, Verdict
 
 if TYPE_CHECKING:
-    from conftest import Kv
+    from kv_calls import Kv
 
 
 def test_a_session_is_the_sum_of_its_records(kv: Kv) -> None:

@@ -14,7 +14,7 @@ from kv_service.client import KvClient
 from kv_service.config import KvConfig
 
 if TYPE_CHECKING:
-    from conftest import Kv
+    from kv_calls import Kv
 
 THREADS, ROUNDS, LIMIT_S = 8, 60, 4.0
 SIZE = 90_000  # 11 of them fill the budget; the threads' chains have up to 8 blocks, with common beginnings

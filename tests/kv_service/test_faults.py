@@ -1,0 +1,373 @@
+"""Faults of disks, writers and peers, one by one: each ends as a miss with its counter, never as wrong bytes."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lmdb
+import pytest
+from kv_calls import running
+
+from forefetch.errors import ConfigError
+from forefetch.process import Process
+from forefetch.settings import child_environment
+from kv_service import disk as disk_module
+from kv_service.client import KvClient, SessionRecord
+from kv_service.config import KvConfig
+from kv_service.disk import Disk, DiskError, take_lock
+from kv_service.keys import Key, chain
+from kv_service.session_log import SessionLogs
+from kv_service.store import Outcome, Reservation
+from kv_service.store_room import Limits
+from kv_service.vault import Vault, checksum_of
+
+if TYPE_CHECKING:
+    from kv_calls import Kv
+
+MIB = 1 << 20
+ROOT = bytes(32)
+
+
+def config(folder: Path, **changes: Any) -> KvConfig:
+    return KvConfig(dir=str(folder), budget_mb=8, max_block_mb=2, disk_gb=0.1, **changes)
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    limit = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def fill(folder: Path, tokens: tuple[int, ...] = (1, 2, 3), size: int = 5000) -> list[tuple[Key, bytes]]:
+    """A service that held a chain and has ended."""
+    with running(config(folder)) as kv:
+        keys = kv.keys(*tokens)
+        assert kv.put(keys, size) == (len(keys), 0)
+        return [(key, kv.block(key, size)) for key in keys]
+
+
+def flip(folder: Path, pattern: bytes, at: int = 0) -> None:
+    """Flips a bit where `pattern` lies in LMDB's file."""
+    file = folder / "data.mdb"
+    data = bytearray(file.read_bytes())
+    place = data.index(pattern) + at
+    data[place] ^= 1
+    file.write_bytes(data)
+
+
+# Restart
+
+
+def test_a_restart_finds_everything_and_reads_it_from_disk(tmp_path: Path) -> None:
+    held = fill(tmp_path)
+    with running(config(tmp_path)) as kv:
+        keys, blocks = [key for key, _ in held], [block for _, block in held]
+        stats = kv.client.stats()
+        assert (stats.blocks, stats.disk_blocks, stats.memory_blocks, stats.disk_reads) == (3, 3, 0, 0)
+        assert kv.client.look_up(keys) == 3
+        assert kv.client.get(keys) == blocks
+        assert kv.client.stats().disk_reads == 3
+        assert kv.client.get(keys) == blocks
+        assert kv.client.stats().disk_reads == 3  # they stayed in memory
+        assert kv.put(keys, 5000) == (3, 0)
+        assert kv.client.stats().duplicates == 3
+
+
+def test_memory_smaller_than_what_is_held(tmp_path: Path) -> None:
+    """Blocks come from disk when memory held others meanwhile; writers wait for the disk instead of being refused."""
+    with running(config(tmp_path)) as kv:
+        keys = kv.keys(*range(20))
+        assert kv.put(keys, MIB) == (20, 0)
+        assert kv.client.get(keys) == [kv.block(key, MIB) for key in keys]
+        stats = kv.client.stats()
+        assert (stats.blocks, stats.no_room, stats.evicted) == (20, 0, 0)
+        assert stats.memory_bytes <= stats.memory_budget_bytes == 8 * MIB
+        assert stats.disk_reads > 0
+
+
+def test_a_smaller_budget_after_a_restart(tmp_path: Path) -> None:
+    fill(tmp_path, tuple(range(30)), MIB)
+    with running(config(tmp_path, tenant_share=1.0).__class__(dir=str(tmp_path), disk_gb=0.0101, max_block_mb=2)) as kv:
+        keys = kv.keys(*range(30))
+        until(lambda: kv.client.stats().disk_blocks <= 10)
+        held = kv.client.look_up(keys)
+        assert 5 <= held <= 10
+        assert kv.client.get(keys) == [kv.block(key, MIB) for key in keys[:held]]
+
+
+def test_one_service_per_folder(tmp_path: Path) -> None:
+    lock = take_lock(tmp_path)
+    with pytest.raises(ConfigError, match="another KV service uses it"):
+        take_lock(tmp_path)
+    lock.close()
+    take_lock(tmp_path).close()
+
+
+# Damage on disk
+
+
+def test_a_flipped_bit_is_a_miss_and_the_block_can_be_put_again(tmp_path: Path) -> None:
+    held = fill(tmp_path)
+    flip(tmp_path / "blocks", held[1][1], at=4321)
+    with running(config(tmp_path)) as kv:
+        keys, blocks = [key for key, _ in held], [block for _, block in held]
+        assert kv.client.look_up(keys) == 3  # nobody knows yet
+        assert kv.client.get(keys) == blocks[:1]
+        assert kv.client.stats().corrupt == 1
+        assert kv.client.look_up(keys) == 1
+        assert kv.client.get(keys[2:]) == blocks[2:]
+        assert kv.client.put(held[1:2]) == (1, 0)
+        assert kv.client.get(keys) == blocks
+
+
+def test_a_block_that_is_shorter_than_it_should_be(tmp_path: Path) -> None:
+    held = fill(tmp_path)
+    with lmdb.open(str(tmp_path / "blocks"), max_dbs=8) as env:
+        where = env.open_db(b"bytes")
+        with env.begin(write=True, db=where) as txn:
+            name = next(name for name, data in txn.cursor() if data == held[2][1])
+            txn.put(name, held[2][1][:-1])
+            txn.delete(next(name for name, data in txn.cursor() if data == held[0][1]))
+    with running(config(tmp_path)) as kv:
+        keys = [key for key, _ in held]
+        assert kv.client.get(keys[1:]) == [held[1][1]]
+        assert kv.client.get(keys) == []
+        assert kv.client.stats().short_reads == 2
+
+
+@pytest.mark.parametrize("part", ["row", "tokens"])
+def test_a_damaged_row_is_left_out(tmp_path: Path, part: str) -> None:
+    held = fill(tmp_path)
+    checksum = checksum_of(held[1][1])
+    flip(tmp_path / "blocks", checksum, at=0 if part == "row" else len(checksum) + 8)
+    with running(config(tmp_path)) as kv:
+        keys = [key for key, _ in held]
+        assert kv.client.stats().damaged_at_start == 1
+        assert kv.client.look_up(keys) == 1
+        assert kv.client.get(keys[2:]) == [held[2][1]]
+
+
+@pytest.mark.parametrize("damage", ["cut short", "no database"])
+def test_a_damaged_file_is_set_aside(tmp_path: Path, damage: str) -> None:
+    """LMDB maps its file: reading what was cut off would end the process."""
+    held = fill(tmp_path, size=MIB)
+    file = tmp_path / "blocks" / "data.mdb"
+    if damage == "cut short":
+        file.write_bytes(file.read_bytes()[:-MIB])
+    else:
+        file.write_bytes(b"x" * 20_000)
+    with running(config(tmp_path)) as kv:
+        keys = [key for key, _ in held]
+        assert kv.client.stats().damaged_at_start == 1
+        assert kv.client.look_up(keys) == 0
+        assert kv.client.put(held) == (3, 0)
+    assert (tmp_path / "blocks.damaged" / "data.mdb").exists()
+    with running(config(tmp_path)) as kv:
+        assert kv.client.get(keys) == [block for _, block in held]
+
+
+def test_a_disk_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = fill(tmp_path)
+    with running(config(tmp_path)) as kv:
+
+        def fail(self: Disk, name: bytes) -> bytes:
+            raise DiskError("Input/output error")
+
+        monkeypatch.setattr(Disk, "read", fail)
+        assert kv.client.get([key for key, _ in held]) == []
+        assert kv.client.stats().read_errors == 1
+
+
+# A disk that does not take what it should
+
+
+class Small:
+    """A vault whose LMDB is full long before its budget is."""
+
+    def __init__(self, folder: Path, map_bytes: int) -> None:
+        self.vault = Vault(Limits(memory=64 * MIB, disk=64 * MIB), Disk(folder, 64 * MIB, map_bytes))
+        self.tag = self.vault.tag("me")
+
+    def put(self, key: Key, size: int = MIB) -> Outcome:
+        data = key.digest * (size // 32)
+        place = self.vault.reserve(self.tag, key, size, 60.0)
+        assert isinstance(place, Reservation)
+        return self.vault.commit(place, data, checksum_of(data))
+
+    def read(self, keys: list[Key]) -> list[bytes]:
+        return [bytes(block.data) for block in self.vault.read(self.tag, keys)]
+
+
+def test_a_full_disk_costs_what_a_restart_finds_and_nothing_else(tmp_path: Path) -> None:
+    keys = chain(ROOT, [[token] for token in range(16)])
+    small = Small(tmp_path, 6 * MIB)
+    for key in keys:
+        assert small.put(key) is Outcome.STORED
+        until(lambda: not small.vault.store.room.dirty)
+    small.vault.close()
+    assert small.vault.faults.disk_full > 0
+    assert small.vault.stats()["disk_blocks"] <= 6
+    again = Small(tmp_path, 6 * MIB)
+    found = again.vault.stats()["blocks"]
+    assert 0 < found == small.vault.stats()["disk_blocks"]
+    held = [key for key in keys if again.vault.look_up(again.tag, [key.digest])]
+    assert [again.read([key]) for key in held] == [[key.digest * (MIB // 32)] for key in held]
+    again.vault.close()
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Process]:
+    flags = [f"--dir={tmp_path}", "--budget-mb=64", "--max-block-mb=2", "--disk-gb=0.2"]
+    one = Process("kv", "kv_service", flags, child_environment(PYTHONWARNINGS="error"))
+    one.spawn()
+    one.wait_ready(60)
+    yield one
+    one.end(5)
+
+
+def test_no_space_left(process: Process, kv: Kv) -> None:
+    """The system refuses to let the file grow: blocks are served from memory, session records are refused, nobody dies."""
+    client, keys = KvClient(process.address), kv.keys(*range(12))
+    assert client.append_session("s", 1, SessionRecord(0, (1, 2))).tokens == 2
+    hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[1]
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (200_000, hard))
+    assert client.put([(key, kv.block(key, MIB)) for key in keys]) == (12, 0)
+    until(lambda: client.stats().disk_full + client.stats().write_errors == 12)  # a write cut short is EIO to LMDB
+    assert client.get(keys) == [kv.block(key, MIB) for key in keys]
+    record = SessionRecord(2, (), tail=bytes(MIB))
+    (ack,) = client.append_sessions([("s", 1, record)])
+    assert ack.verdict.name == "NO_ROOM"
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+    assert client.append_session("s", 1, record).tokens == 2
+    more = kv.keys(100, 101)
+    assert client.put([(key, kv.block(key, MIB)) for key in more]) == (2, 0)
+    until(lambda: client.stats().disk_blocks == 2)
+    process.signal(signal.SIGKILL)
+    process.end(5)
+    process.spawn()
+    process.wait_ready(60)
+    assert client.look_up(keys) == 0
+    assert client.get(more) == [kv.block(key, MIB) for key in more]
+    state = client.get_session("s")
+    assert state is not None
+    assert (state.token_ids, state.tail) == ((1, 2), bytes(MIB))
+    client.close()
+
+
+# Writers and peers
+
+
+def test_a_writer_that_was_overtaken(tmp_path: Path) -> None:
+    vault = Vault(Limits(MIB))
+    tag, (key,) = vault.tag("me"), chain(ROOT, [[1]])
+    slow = vault.reserve(tag, key, 4, limit_s=0.0)
+    time.sleep(0.01)
+    quick = vault.reserve(tag, key, 4, limit_s=60.0)
+    assert isinstance(slow, Reservation)
+    assert isinstance(quick, Reservation)
+    assert vault.commit(quick, b"good", checksum_of(b"good")) is Outcome.STORED
+    assert vault.commit(slow, b"late", checksum_of(b"late")) is Outcome.STALE
+    assert vault.stats()["stale_writers"] == 1
+    assert [bytes(block.data) for block in vault.read(tag, [key])] == [b"good"]
+
+
+def test_a_writer_without_room_waits_for_a_reader(tmp_path: Path) -> None:
+    vault = Vault(Limits(10))
+    tag, (a, b) = vault.tag("me"), chain(ROOT, [[1], [2]])
+    place = vault.reserve(tag, a, 10, 60.0)
+    assert isinstance(place, Reservation)
+    vault.commit(place, bytes(10), checksum_of(bytes(10)))
+    reading = vault.read(tag, [a])
+    next(reading)
+    threading.Timer(0.2, reading.close).start()  # type: ignore[attr-defined]
+    began = time.monotonic()
+    assert isinstance(vault.reserve(tag, b._replace(parent=ROOT), 10, 60.0), Reservation)
+    assert time.monotonic() - began > 0.1
+
+
+def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_service.vault.PATIENCE_S", 0.1)
+    vault = Vault(Limits(10))
+    tag, (a, b) = vault.tag("me"), chain(ROOT, [[1], [2]])
+    vault.reserve(tag, a, 10, 60.0)
+    assert vault.reserve(tag, b, 10, 60.0) is Outcome.BUSY
+    assert vault.stats()["no_room"] == 1
+
+
+# Session logs
+
+
+def test_sessions_outlive_the_service(tmp_path: Path) -> None:
+    with running(config(tmp_path)) as kv:
+        kv.client.get_session("s", claim=True)
+        kv.client.append_session("s", 1, SessionRecord(0, (1, 2, 3), state=b"seed", first_block=0, block_digests=(ROOT,)))
+        kv.client.append_session("s", 1, SessionRecord(3, (4,), tail=b"kv", tail_position=3))
+        kv.client.get_session("s", claim=True)
+        before = kv.client.get_session("s")
+    with running(config(tmp_path)) as kv:
+        assert kv.client.get_session("s") == before
+        assert before is not None
+        assert (before.epoch, before.token_ids, before.state, before.tail) == (2, (1, 2, 3, 4), b"seed", b"kv")
+        (ack,) = kv.client.append_sessions([("s", 1, SessionRecord(4, (5,)))])
+        assert ack.verdict.name == "STALE_EPOCH"
+        assert kv.client.stats().stale_epochs == 1
+
+
+def test_a_long_log_is_replaced_by_what_it_adds_up_to(tmp_path: Path) -> None:
+    with running(config(tmp_path)) as kv:
+        for at in range(600):
+            kv.client.append_session("s", 1, SessionRecord(at, (at,), tail=bytes(300), tail_position=at))
+        stats = kv.client.stats()
+        assert stats.session_bytes < 4 * (600 * 4 + 400) + (64 << 10) + 1000  # 600 rows would be 340,000
+    with running(config(tmp_path)) as kv:
+        state = kv.client.get_session("s")
+        assert state is not None
+        assert (state.token_ids, len(state.tail), state.tail_position) == (tuple(range(600)), 300, 599)
+        assert kv.client.stats().session_bytes == stats.session_bytes
+
+
+def test_a_damaged_session_is_dropped_whole(tmp_path: Path) -> None:
+    with running(config(tmp_path)) as kv:
+        for name in ("good", "bad"):
+            kv.client.append_session(name, 1, SessionRecord(0, (1,), state=f"state of {name}".encode()))
+            kv.client.append_session(name, 1, SessionRecord(1, (2,)))
+    flip(tmp_path / "sessions", b"state of bad")
+    with running(config(tmp_path)) as kv:
+        assert kv.client.get_session("bad") is None
+        good = kv.client.get_session("good")
+        assert good is not None
+        assert good.token_ids == (1, 2)
+        assert kv.client.stats().damaged_at_start == 1
+
+
+def test_sessions_that_are_idle_or_in_the_way_are_dropped() -> None:
+    from forefetch.v1 import kv_pb2 as pb
+
+    now = [0.0]
+    logs = SessionLogs(4000, 100.0, clock=lambda: now[0])
+
+    def append(name: str, size: int) -> str:
+        record = pb.SessionRecord(session_id=name, epoch=1, state=bytes(size))
+        return logs.append(bytes(16), [record])[0][0].name
+
+    assert [append(name, 900) for name in "abc"] == ["APPENDED"] * 3
+    assert append("d", 900) == "APPENDED"
+    assert (len(logs), logs.counters.sessions_dropped) == (3, 1)
+    assert append("e", 1001) == "NO_ROOM"
+    now[0] = 200.0
+    assert append("f", 1) == "APPENDED"
+    assert len(logs) == 1
+
+
+def test_the_row_format_is_versioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path)
+    monkeypatch.setattr(disk_module, "_VERSION", 2)
+    with running(config(tmp_path)) as kv:
+        assert (kv.client.stats().damaged_at_start, kv.client.stats().blocks) == (3, 0)
