@@ -39,15 +39,16 @@ class Kv:
 
 
 @contextlib.contextmanager
-def running(config: KvConfig) -> Iterator[Kv]:
+def running(config: KvConfig, tls: rpc.Tls | None = None) -> Iterator[Kv]:
+    """`tls`: as a caller. A config that asks for tokens leaves `client` and `stub` without one."""
     exporter = Exporter(config, "forefetch-kv")
     servicer = KvServicer(config, exporter)
     server = rpc.serve_sync(
         config, SERVICE, lambda server: pb_grpc.add_KvServiceServicer_to_server(servicer, server), max_workers=THREADS
     )
     server.set_serving(True)
-    client = KvClient(server.address)
-    channel = rpc.channel(server.address)
+    client = KvClient(server.address, tls)
+    channel = rpc.channel(server.address, tls)
     try:
         yield Kv(server.address, servicer, client, pb_grpc.KvServiceStub(channel))
     finally:
