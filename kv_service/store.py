@@ -1,7 +1,8 @@
 """Which blocks are held. Pure: times are arguments; the bytes are the caller's, who also holds a lock.
 
 A block is RESERVED (its bytes are counted and on their way), then SEALED (visible, at once and whole), then gone. `commit`
-compares the epoch of the reservation, so a writer who was overtaken changes nothing. What is evicted, dropped and written is
+is compare-and-set: it takes effect only while the index holds that very reservation, so a writer who was overtaken changes
+nothing. What is evicted, dropped and written is
 decided in `room`.
 """
 
@@ -41,7 +42,6 @@ class Reservation:
     """Room for a block on its way. `kept` False: someone else has it or brings it, so its bytes are only compared."""
 
     entry: Entry
-    epoch: int
     kept: bool
 
 
@@ -77,7 +77,6 @@ class Store:
         self.blocks = 0
         self._index: dict[bytes, Entry] = {}
         self._children: Counter[bytes] = Counter()
-        self._epochs = 0
         self.room = Room(limits, lambda entry: not self._children[entry.name], self._remove)
 
     def __iter__(self) -> Iterator[Entry]:
@@ -95,14 +94,14 @@ class Store:
         name = tag + key.digest
         held = self._index.get(name)
         if held is not None and (held.state is State.SEALED or now < held.deadline):
-            return Reservation(held, held.epoch, kept=False)
+            return Reservation(held, kept=False)
         if held is not None:
             self._remove(held)
         entry = Entry(name, tag, tag + key.parent, pack(key.token_ids), key.position, size, deadline=until)
         self._insert(entry)  # before room is made: the block before it must not count as a leaf
         fits = self.room.take(entry)
         if fits:
-            return Reservation(entry, entry.epoch, kept=True)
+            return Reservation(entry, kept=True)
         self._forget(entry)
         return Outcome.BUSY if fits is None else self.refuse(Outcome.NO_ROOM)
 
@@ -111,7 +110,7 @@ class Store:
         entry = place.entry
         if not place.kept:
             return self._compare(place, checksum)
-        if self._index.get(entry.name) is not entry or entry.epoch != place.epoch or entry.state is not State.RESERVED:
+        if self._index.get(entry.name) is not entry:
             return self.refuse(Outcome.STALE)
         entry.state, entry.checksum, entry.origin = State.SEALED, checksum, origin
         self._count(entry, 1)
@@ -196,8 +195,6 @@ class Store:
     # ---- inside ----
 
     def _insert(self, entry: Entry) -> None:
-        self._epochs += 1
-        entry.epoch = self._epochs
         self._index[entry.name] = entry
         self._children[entry.parent] += 1
 

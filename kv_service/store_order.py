@@ -37,7 +37,6 @@ class Entry:
     size: int
     checksum: bytes = b""
     origin: bytes = b""
-    epoch: int = 0
     deadline: float = 0.0
     state: State = State.RESERVED
     leases: int = 0
