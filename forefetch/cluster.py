@@ -89,6 +89,7 @@ class ClusterConfig(Config):
     port: int = setting(50051, "Port of the router on loopback; 0 takes a free one.")
     metrics_port: int = setting(0, "Port on loopback for the router's /metrics (Prometheus). 0: not served.")
     kv: bool = setting(True, "Start a KV service, which keeps sealed KV blocks beyond the router's life.")
+    kv_dir: str = setting("", "Folder where the KV service keeps blocks and sessions beyond its own life. Unset: in memory.")
     otlp_endpoint: str = setting("", "host:port of an OTLP/gRPC collector for spans of all services. Unset: no spans are sent.")
     start_s: float = setting(600.0, "Seconds that the services get to load and become ready.")
 
@@ -172,7 +173,8 @@ class Cluster:
         for shard, name in enumerate(self.worker_names):
             self._spawn(name, "expert_worker", self._worker_flags(shard), self._threads(len(self.worker_names)))
         if self.config.kv:
-            self._spawn("kv", "kv_service", [f"--otlp-endpoint={self.config.otlp_endpoint}", *self._extra.kv], 1)
+            where = [f"--dir={Path(self.config.kv_dir).resolve()}"] if self.config.kv_dir else []
+            self._spawn("kv", "kv_service", [f"--otlp-endpoint={self.config.otlp_endpoint}", *where, *self._extra.kv], 1)
         self._wait_ready(list(self.processes.values()), until)
         self._spawn("router", "router_service", self._router_flags(), self._threads(1), f"127.0.0.1:{self.config.port}")
         self._wait_ready([self.processes["router"]], until)

@@ -8,15 +8,29 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from forefetch.cli import demo, generate, health, lookahead, place, plan, stats, trace, up
+from forefetch.cli import demo, generate, health, kv, lookahead, place, plan, stats, trace, up
 from forefetch.errors import ConfigError, ForefetchError
 from forefetch.version import VERSION
 
-__all__ = ["COMMANDS", "demo", "generate", "health", "lookahead", "main", "parser", "place", "plan", "stats", "trace", "up"]
+__all__ = [
+    "COMMANDS",
+    "demo",
+    "generate",
+    "health",
+    "kv",
+    "lookahead",
+    "main",
+    "parser",
+    "place",
+    "plan",
+    "stats",
+    "trace",
+    "up",
+]
 
 COMMANDS: dict[str, ModuleType] = {
     **{"up": up, "generate": generate, "demo": demo, "trace": trace, "stats": stats},
-    **{"health": health, "lookahead": lookahead, "plan": plan, "place": place},
+    **{"health": health, "kv": kv, "lookahead": lookahead, "plan": plan, "place": place},
 }
 DESCRIPTION = """\
 Forefetch serves Mixture-of-Experts language models whose experts do not fit next to their attention layers:

@@ -9,11 +9,14 @@ from google.protobuf.message import Message
 
 
 def plain(value: Any) -> Any:
-    """Dictionaries with the proto's field names, lists and scalars. Unset optional and message fields are None."""
+    """Dictionaries with the proto's field names, lists and scalars, bytes as hexadecimal. Unset optional and message
+    fields are None."""
     if isinstance(value, Message):
         return {field.name: _field(value, field) for field in value.DESCRIPTOR.fields}
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, bytes):
+        return value.hex()
     return value if isinstance(value, str | int | float) else [plain(item) for item in value]
 
 

@@ -278,6 +278,10 @@ _SPANS: tuple[Row[Any], ...] = (
     (names.SPANS_SENT, lambda exporter: exporter.sent),
     (names.SPANS_DROPPED, lambda exporter: exporter.dropped),
 )
+_KV_FAULTS = (
+    *("corrupt", "short_reads", "read_errors", "disk_full", "write_errors", "broken", "no_room", "stale_writers"),
+    *("slow_peers", "damaged_at_start", "unauthenticated", "stale_epochs", "sessions_refused", "sessions_dropped"),
+)
 _KV: tuple[Row[Any], ...] = (
     (names.KV_BLOCKS, lambda stats: stats.blocks),
     (names.KV_BYTES, lambda stats: stats.bytes),
@@ -288,4 +292,12 @@ _KV: tuple[Row[Any], ...] = (
     (names.KV_REFUSED, lambda stats: stats.refused),
     (names.KV_EVICTED, lambda stats: stats.evicted),
     (names.KV_CONFLICTS, lambda stats: stats.conflicts),
+    (names.KV_DUPLICATES, lambda stats: stats.duplicates),
+    (names.KV_MEMORY, lambda stats: stats.memory_bytes),
+    (names.KV_DISK_BLOCKS, lambda stats: stats.disk_blocks),
+    (names.KV_DISK_READS, lambda stats: stats.disk_reads),
+    (names.KV_FAULTS, lambda stats: [((kind,), float(getattr(stats, kind))) for kind in _KV_FAULTS]),
+    (names.KV_SESSIONS, lambda stats: stats.sessions),
+    (names.KV_SESSION_BYTES, lambda stats: stats.session_bytes),
+    (names.KV_SESSION_RECORDS, lambda stats: stats.session_records),
 )
