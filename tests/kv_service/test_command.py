@@ -40,12 +40,8 @@ def test_stats(kept: Kv, capsys: pytest.CaptureFixture[str]) -> None:
     kept.client.put([(kept.keys(1)[0], b"other")])
     assert forefetch("stats", "--address", kept.address) == 0
     out = capsys.readouterr().out
-    for text in (
-        "4 held, 19.5 KiB of 102.4 MiB",
-        "2 blocks asked for, 50.0 % held",
-        "4 stored, 0 held already, 1 refused",
-        "conflicts",
-    ):
+    held, asked, put = "4 held, 19.5 KiB of 102.4 MiB", "2 blocks asked for, 50.0 % held", "4 stored, 0 held already, 1 refused"
+    for text in (held, asked, put, "conflicts"):
         assert text in out, out
     assert "corrupt" not in out
     assert forefetch("stats", "--address", kept.address, "--json") == 0
