@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 TAG_BYTES, CHECKSUM_BYTES, ORIGIN_BYTES = 16, 16, 8
 _ROW = struct.Struct(f"<BQQI{DIGEST_BYTES}s{CHECKSUM_BYTES}s{ORIGIN_BYTES}s")
 _VERSION = 1
+_DAMAGED = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SLACK = 64 << 20
 """What LMDB may take beyond the blocks' budget and a quarter of it: rows, its trees, and pages between two transactions."""
@@ -76,7 +77,8 @@ def take_lock(folder: Path) -> Any:
 def open_env(folder: Path, map_bytes: int, **how: Any) -> tuple[lmdb.Environment, bool]:
     """LMDB in `folder`, and whether what was there before was damaged and has been set aside as `folder`.damaged."""
     try:
-        with contextlib.suppress(lmdb.Error):
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(*_DAMAGED):
             env = lmdb.open(str(folder), map_size=map_bytes, max_dbs=8, readahead=False, **how)
             if _whole(env, folder):
                 return env, False
