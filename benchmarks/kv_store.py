@@ -34,9 +34,10 @@ from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
 from kv_service.client import Key, KvClient, chain
 from kv_service.disk import Disk
+from kv_service.parts import checksum_of
 from kv_service.store import pack
 from kv_service.store_order import Entry
-from kv_service.vault import checksum_of, tag_of
+from kv_service.vault import tag_of
 
 PAGE_BYTES = 48 * 4 * 9600
 """A block: 48 layers, 4 KV heads, pages of 128 tokens at 2.3 bits."""
@@ -144,7 +145,7 @@ def transfers(folder: Path, rounds: int, count: int) -> list[Row]:
         behind = start("--budget-mb=1024", f"--dir={folder / 'behind'}", "--disk-gb=4")
         small = start("--budget-mb=32", f"--dir={folder / 'small'}", "--disk-gb=4")  # so that every get is from disk
         stub = stack.enter_context(bare())
-        noise = bytes(PAGE_BYTES)  # blocks of 1.8 MB go out in messages of 1.8 MB, all but the first
+        noise = bytes(PAGE_BYTES)  # a block of 1.8 MB is a message
         for turn in range(rounds + 1):
             if turn == 1:
                 rates.clear()  # the first is for warming up
@@ -213,11 +214,9 @@ def _fill(folder: Path, total: int, block_bytes: int) -> list[Key]:
     for first in range(0, len(keys), step):
         pairs = []
         for key in keys[first : first + step]:
-            data = key.digest + noise[32:]
-            entry = Entry(
-                tag + key.digest, tag, tag + key.parent, pack(key.token_ids), key.position, len(data), checksum_of(data)
-            )
-            pairs.append((entry, data))
+            pieces = (key.digest + noise[32:],)
+            names, tokens = (tag + key.digest, tag, tag + key.parent), pack(key.token_ids)
+            pairs.append((Entry(*names, tokens, key.position, block_bytes, checksum_of(pieces)), pieces))
         disk.write((), pairs, [(tag, "default")])
     disk.close()
     return keys

@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import grpc
-import xxhash
 
 from forefetch import rpc
 from forefetch.errors import Cancelled, DeadlineExceeded, Mismatch, NotFound, Overloaded, StaleEpoch, Unavailable
 from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
 from kv_service.keys import Geometry, Key, Origin, chain, child_key, next_key, root_key
-from kv_service.parts import Broken, Packer, whole_blocks
+from kv_service.parts import Broken, Packer, checksum_of, cut, whole_blocks
 from kv_service.store_sessions import SessionRecord, Verdict
 
 __all__ = [
@@ -233,7 +232,8 @@ def _put_messages(blocks: Iterable[tuple[Key, bytes]], origin: pb.BlockOrigin | 
     if origin is not None:
         yield pb.PutRequest(origin=origin)
     for key, block in blocks:
-        for parts in packer.add(block, xxhash.xxh3_128_digest(block), key=_wire_key(key)):
+        pieces = cut(block)
+        for parts in packer.add(pieces, checksum_of(pieces), key=_wire_key(key)):
             yield pb.PutRequest(parts=parts)
     if rest := packer.rest():
         yield pb.PutRequest(parts=rest)

@@ -29,6 +29,7 @@ import xxhash
 
 from forefetch.errors import ConfigError, ForefetchError
 from kv_service.keys import DIGEST_BYTES
+from kv_service.parts import Pieces, cut
 from kv_service.store_order import Entry
 
 _log = logging.getLogger(__name__)
@@ -39,8 +40,6 @@ _DAMAGED = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, l
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SLACK = 64 << 20
 """What LMDB may take beyond the blocks' budget and a quarter of it: rows, its trees, and pages between two transactions."""
-
-Bytes = bytes | bytearray | memoryview
 
 
 class DiskError(ForefetchError):
@@ -139,16 +138,16 @@ class Disk:
         with _errors(), self._env.begin(db=self._origins) as txn:
             return dict(txn.cursor())
 
-    def read(self, name: bytes) -> bytes | None:
-        """A block's bytes as they are there, not verified."""
-        with _errors(), self._env.begin(db=self._bytes) as txn:
-            value: bytes | None = txn.get(name)
-            return value
+    def read(self, name: bytes) -> Pieces:
+        """A block's bytes as they are there, not verified; none if it is not there."""
+        with _errors(), self._env.begin(db=self._bytes, buffers=True) as txn:
+            value = txn.get(name)
+            return () if value is None else cut(memoryview(value))
 
     def write(
         self,
         delete: Iterable[bytes] = (),
-        put: Sequence[tuple[Entry, Bytes]] = (),
+        put: Sequence[tuple[Entry, Pieces]] = (),
         tenants: Iterable[tuple[bytes, str]] = (),
         origins: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
@@ -157,9 +156,9 @@ class Disk:
             for name in delete:
                 txn.delete(name, db=self._rows)
                 txn.delete(name, db=self._bytes)
-            for entry, data in put:
+            for entry, pieces in put:
                 txn.put(entry.name, self._row(entry), db=self._rows)
-                txn.put(entry.name, data, db=self._bytes)
+                txn.put(entry.name, pieces[0] if len(pieces) == 1 else b"".join(pieces), db=self._bytes)
             for tag, tenant in tenants:
                 txn.put(tag, tenant.encode(), db=self._tenants)
             for origin, text in origins:

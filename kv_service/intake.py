@@ -12,6 +12,7 @@ import xxhash
 from forefetch.errors import BadRequest
 from forefetch.v1 import kv_pb2 as pb
 from kv_service.keys import DIGEST_BYTES, Key, child_key
+from kv_service.parts import Pieces
 from kv_service.store import Outcome, Reservation
 
 _log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ CHECKSUM_BYTES = 16
 class Keeper(Protocol):
     """Where whole blocks go; see Vault."""
 
-    def commit(self, place: Reservation, data: bytes | bytearray, checksum: bytes, origin: bytes = b"") -> Outcome:
+    def commit(self, place: Reservation, pieces: Pieces, checksum: bytes, origin: bytes = b"") -> Outcome:
         """Makes a whole block visible."""
 
     def abort(self, place: Reservation) -> Outcome:
@@ -71,18 +72,18 @@ class _Arriving:
 
     size: int
     place: Reservation | Outcome
-    data: bytearray
+    pieces: list[bytes] = field(default_factory=list)
     hash: Any = field(default_factory=xxhash.xxh3_128)
     got: int = 0
 
-    def add(self, part: bytes) -> None:
-        if self.got + len(part) > self.size:
+    def add(self, piece: bytes) -> None:
+        self.got += len(piece)
+        if self.got > self.size:
             raise BadRequest("parts.data", f"more than the block's size of {self.size} bytes")
         if isinstance(self.place, Reservation):
-            self.hash.update(part)
-            if self.data:
-                self.data[self.got : self.got + len(part)] = part
-        self.got += len(part)
+            self.hash.update(piece)
+            if self.place.kept:
+                self.pieces.append(piece)
 
 
 class Intake:
@@ -108,15 +109,18 @@ class Intake:
 
     def take(self, part: pb.BlockPart) -> None:
         """The next part of the stream. BadRequest names the field that is wrong."""
-        if len(part.data) > MAX_PART:
-            raise BadRequest("parts.data", f"must be at most {MAX_PART} bytes in a part, is {len(part.data)}")
+        data = part.data  # each look copies it
+        if len(data) > MAX_PART:
+            raise BadRequest("parts.data", f"must be at most {MAX_PART} bytes in a part, is {len(data)}")
+        if not data and not part.last:
+            raise BadRequest("parts.data", "must not be empty")
         if len(part.checksum) != (CHECKSUM_BYTES if part.last else 0):
             raise BadRequest("parts.checksum", f"must be {CHECKSUM_BYTES} bytes in a block's last part and empty in the others")
         if self._arriving is None:
             self._arriving = self._begin(part)
         elif part.HasField("key") or part.size:
             raise BadRequest("parts.key", "must be set in a block's first part only, and so must size")
-        self._arriving.add(part.data)
+        self._arriving.add(data)
         if part.last:
             block, self._arriving = self._arriving, None
             whole = block.got == block.size and block.hash.digest() == part.checksum
@@ -134,15 +138,14 @@ class Intake:
             place = self._reserve(key, part.size)
         if isinstance(place, Outcome):
             self._left_out.add(key.digest)
-        kept = isinstance(place, Reservation) and place.kept
-        return _Arriving(part.size, place, bytearray(part.size if kept else 0))
+        return _Arriving(part.size, place)
 
     def _settle(self, block: _Arriving, checksum: bytes) -> None:
         """Commits a block, or gives it up when `checksum` is empty."""
         outcome = block.place
         if isinstance(outcome, Reservation):
             keeper = self._keeper
-            outcome = keeper.commit(outcome, block.data, checksum, self.origin) if checksum else keeper.abort(outcome)
+            outcome = keeper.commit(outcome, block.pieces, checksum, self.origin) if checksum else keeper.abort(outcome)
         if outcome is Outcome.CONFLICT:
             _log.error("a block was put whose key holds other bytes; either is wrong, and so is whoever made it")
         self.stored += outcome.good

@@ -1,15 +1,40 @@
-"""Blocks -> messages of one to two MiB, and back. Pure."""
+"""Blocks -> messages of one to two MiB, and back. Pure.
+
+A block lies in memory as the pieces in which it came or went: copying them together would cost as much as sending them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import xxhash
 
 from forefetch.v1 import kv_pb2 as pb
 
 MESSAGE = 1 << 20
-"""A message is sent once it holds this many bytes; no part has more."""
+"""A message is sent once it holds this many bytes."""
+PIECE = 2 << 20
+"""Most bytes in a part."""
+
+Pieces = Sequence[bytes]
+
+
+def cut(data: bytes | memoryview) -> Pieces:
+    """A block in pieces; one that is small enough is not copied."""
+    if len(data) <= PIECE and isinstance(data, bytes):
+        return (data,)
+    view = memoryview(data)
+    return tuple(bytes(view[at : at + PIECE]) for at in range(0, len(view), PIECE))
+
+
+def checksum_of(pieces: Pieces) -> bytes:
+    """XXH3 of the whole block, 128 bits."""
+    if len(pieces) == 1:
+        return xxhash.xxh3_128_digest(pieces[0])
+    whole = xxhash.xxh3_128()
+    for piece in pieces:
+        whole.update(piece)
+    return whole.digest()
 
 
 class Packer:
@@ -20,18 +45,19 @@ class Packer:
         self._size = 0
 
     def add(
-        self, data: bytes | bytearray | memoryview, checksum: bytes, *, index: int = 0, key: pb.BlockKey | None = None
+        self, pieces: Pieces, checksum: bytes, *, index: int = 0, key: pb.BlockKey | None = None
     ) -> Iterator[list[pb.BlockPart]]:
         """Takes a block; gives the messages' parts that are complete with it. `key`: for Put, with the size."""
-        view, size = memoryview(data), len(data)
-        for at in range(0, size, MESSAGE):
-            last = at + MESSAGE >= size
-            part = pb.BlockPart(index=index, data=bytes(view[at : at + MESSAGE]), last=last, checksum=checksum if last else b"")
+        for at, piece in enumerate(pieces):
+            last = at + 1 == len(pieces)
+            if self._parts and self._size + len(piece) > PIECE:
+                yield self.rest()
+            part = pb.BlockPart(index=index, data=piece, last=last, checksum=checksum if last else b"")
             if key is not None and at == 0:
                 part.key.CopyFrom(key)
-                part.size = size
+                part.size = sum(map(len, pieces))
             self._parts.append(part)
-            self._size += len(part.data)
+            self._size += len(piece)
             if self._size >= MESSAGE:
                 yield self.rest()
 
@@ -54,10 +80,9 @@ def whole_blocks(messages: Iterable[pb.GetResponse]) -> Iterator[bytes]:
             raise Broken(f"a part of block {part.index} came within block {index}")
         pieces.append(part.data)
         if part.last:
-            block = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            if xxhash.xxh3_128_digest(block) != part.checksum:
+            if checksum_of(pieces) != part.checksum:
                 raise Broken(f"block {index} arrived corrupt")
-            yield block
+            yield pieces[0] if len(pieces) == 1 else b"".join(pieces)
             pieces, index = [], index + 1
     if pieces:
         raise Broken(f"block {index} ended early")

@@ -151,7 +151,7 @@ class KvServicer(pb_grpc.KvServiceServicer):
         with self._transfer(context, names.KV_GET):
             packer = Packer()
             for block in self.vault.read(tag, keys):
-                for parts in packer.add(block.data, block.checksum, index=block.index):
+                for parts in packer.add(block.pieces, block.checksum, index=block.index):
                     yield pb.GetResponse(parts=parts)
             if rest := packer.rest():
                 yield pb.GetResponse(parts=rest)

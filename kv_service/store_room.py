@@ -261,11 +261,15 @@ class Room:
             account.out += self._footprint(entry)
 
     def _charge(self, entry: Entry, sign: int) -> None:
-        for account in (self._all, self._account(entry)):
-            account.used += sign * self._footprint(entry)
+        size = sign * self._footprint(entry)
+        self._all.used += size
+        self._account(entry).used += size
 
     def _account(self, entry: Entry) -> _Account:
-        return self._tenants.setdefault(entry.tag, _Account(min(self.limits.tenant, self.limits.home)))
+        account = self._tenants.get(entry.tag)
+        if account is None:
+            account = self._tenants[entry.tag] = _Account(min(self.limits.tenant, self.limits.home))
+        return account
 
     def _footprint(self, entry: Entry) -> int:
         return -(-entry.size // DISK_PAGE) * DISK_PAGE if self.limits.disk else entry.size

@@ -16,8 +16,9 @@ from typing import Any
 
 import xxhash
 
-from kv_service.disk import TAG_BYTES, Bytes, Disk, DiskError
+from kv_service.disk import TAG_BYTES, Disk, DiskError
 from kv_service.keys import Key
+from kv_service.parts import Pieces, checksum_of
 from kv_service.store import Outcome, Reservation, Store
 from kv_service.store_order import Entry
 from kv_service.store_room import Limits
@@ -46,16 +47,11 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A block on its way out, `index` among the keys asked for. `data` is not to be changed."""
+    """A block on its way out, `index` among the keys asked for."""
 
     index: int
-    data: Bytes
+    pieces: Pieces
     checksum: bytes
-
-
-def checksum_of(data: Bytes) -> bytes:
-    """XXH3, 128 bits."""
-    return xxhash.xxh3_128_digest(data)
 
 
 def tag_of(tenant: str) -> bytes:
@@ -70,7 +66,7 @@ class Vault:
         self.store, self.faults = Store(limits), Faults()
         self.limits, self.index_s = limits, 0.0
         self._disk = disk
-        self._bytes: dict[bytes, Bytes] = {}
+        self._bytes: dict[bytes, Pieces] = {}
         self._tenants: dict[bytes, str] = {}
         self._origins: dict[bytes, bytes] = {}
         self._changed = threading.Condition()
@@ -136,12 +132,12 @@ class Vault:
                     return self.store.refuse(place)
                 self._changed.wait(min(until - now, 0.5))
 
-    def commit(self, place: Reservation, data: Bytes, checksum: bytes, origin: bytes = b"") -> Outcome:
-        """See Store.commit. `data` belongs to the vault from now on."""
+    def commit(self, place: Reservation, pieces: Pieces, checksum: bytes, origin: bytes = b"") -> Outcome:
+        """See Store.commit. `pieces` belong to the vault from now on."""
         with self._changed:
             outcome = self.store.commit(place, checksum, origin)
             if outcome is Outcome.STORED:
-                self._bytes[place.entry.name] = data
+                self._bytes[place.entry.name] = pieces
             self._settle()
             self._changed.notify_all()
         return outcome
@@ -170,15 +166,15 @@ class Vault:
         for index, key in enumerate(keys):
             with self._changed:
                 entry = self.store.lease(tag, key)
-                data = self._bytes.get(entry.name) if entry else None
+                pieces = self._bytes.get(entry.name) if entry else None
             if entry is None:
                 return
             try:
-                if data is None:
-                    data = self._from_disk(entry)
-                if data is None:
+                if pieces is None:
+                    pieces = self._from_disk(entry)
+                if pieces is None:
                     return
-                yield Held(index, data, entry.checksum)
+                yield Held(index, pieces, entry.checksum)
             finally:
                 self._release(entry)
 
@@ -187,9 +183,9 @@ class Vault:
             self.store.release(entry)
             self._changed.notify_all()
 
-    def _from_disk(self, entry: Entry) -> bytes | None:
-        data, fault = self._load_block(entry)
-        if data is None:
+    def _from_disk(self, entry: Entry) -> Pieces | None:
+        pieces, fault = self._load_block(entry)
+        if fault:
             self._quarantine(entry, fault)
             return None
         with self._changed:
@@ -197,8 +193,8 @@ class Vault:
             stays = self.store.room.warm(entry)
             self._settle()
             if stays:
-                self._bytes[entry.name] = data
-        return data
+                self._bytes[entry.name] = pieces
+        return pieces
 
     def _quarantine(self, entry: Entry, fault: str) -> None:
         _log.error("a block is dropped: %s", fault)
@@ -208,25 +204,25 @@ class Vault:
             self._settle()
             self._changed.notify_all()
 
-    def _load_block(self, entry: Entry) -> tuple[bytes | None, str]:
-        """The block, or None and the counter of what is wrong with it."""
+    def _load_block(self, entry: Entry) -> tuple[Pieces, str]:
+        """The block, and the counter of what is wrong with it."""
         try:
-            data = self._disk.read(entry.name) if self._disk else None
+            pieces = self._disk.read(entry.name) if self._disk else ()
         except DiskError as error:
             _log.error("a block cannot be read: %s", error)
-            return None, "read_errors"
-        if data is None or len(data) < entry.size:
-            return None, "short_reads"
-        return (data, "") if checksum_of(data) == entry.checksum else (None, "corrupt")
+            return (), "read_errors"
+        if sum(map(len, pieces)) < entry.size:
+            return (), "short_reads"
+        return pieces, "" if checksum_of(pieces) == entry.checksum else "corrupt"
 
     def check(self, entry: Entry) -> bool:
         """Reads a block wherever it is, and drops it if it is damaged. True: it is whole, or not held any more."""
         with self._changed:
             if not self.store.hold(entry):
                 return True
-            data, on_disk = self._bytes.get(entry.name), entry.on_disk
+            pieces, on_disk = self._bytes.get(entry.name), entry.on_disk
         try:
-            fault = "" if data is None or checksum_of(data) == entry.checksum else "corrupt"
+            fault = "" if pieces is None or checksum_of(pieces) == entry.checksum else "corrupt"
             if on_disk and not fault:
                 fault = self._load_block(entry)[1]
             if fault:
@@ -292,7 +288,7 @@ class Vault:
                 self._settle()
                 self._changed.notify_all()
 
-    def _write(self, disk: Disk, doomed: list[Entry], pairs: Sequence[tuple[Entry, Bytes]]) -> bool:
+    def _write(self, disk: Disk, doomed: list[Entry], pairs: Sequence[tuple[Entry, Pieces]]) -> bool:
         """Whether the blocks are on disk now. What is to be deleted is, unless the disk fails altogether."""
         tenants = {entry.tag: self._tenants[entry.tag] for entry, _ in pairs if entry.tag in self._tenants}
         origins = {entry.origin: self._origins[entry.origin] for entry, _ in pairs if entry.origin}
@@ -302,7 +298,7 @@ class Vault:
             except DiskError as error:
                 if not error.full:
                     raise
-                self._clear(disk, doomed, sum(len(data) for _, data in pairs))
+                self._clear(disk, doomed, sum(entry.size for entry, _ in pairs))
                 disk.write((), pairs, tenants.items(), origins.items())
         except DiskError as error:
             _log.error("%d blocks are not on disk: %s", len(pairs), error)

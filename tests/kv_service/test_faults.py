@@ -22,10 +22,11 @@ from kv_service.client import KvClient, SessionRecord
 from kv_service.config import KvConfig
 from kv_service.disk import Disk, DiskError, take_lock
 from kv_service.keys import Key, chain
+from kv_service.parts import checksum_of
 from kv_service.session_log import SessionLogs
 from kv_service.store import Outcome, Reservation
 from kv_service.store_room import Limits
-from kv_service.vault import Vault, checksum_of
+from kv_service.vault import Vault
 
 if TYPE_CHECKING:
     from kv_calls import Kv
@@ -145,7 +146,7 @@ def test_a_block_that_is_shorter_than_it_should_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", ["row", "tokens"])
 def test_a_damaged_row_is_left_out(tmp_path: Path, part: str) -> None:
     held = fill(tmp_path)
-    checksum = checksum_of(held[1][1])
+    checksum = checksum_of([held[1][1]])
     flip(tmp_path / "blocks", checksum, at=0 if part == "row" else len(checksum) + 8)
     with running(config(tmp_path)) as kv:
         keys = [key for key, _ in held]
@@ -177,7 +178,7 @@ def test_a_disk_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     held = fill(tmp_path)
     with running(config(tmp_path)) as kv:
 
-        def fail(self: Disk, name: bytes) -> bytes:
+        def fail(self: Disk, name: bytes) -> list[bytes]:
             raise DiskError("Input/output error")
 
         monkeypatch.setattr(Disk, "read", fail)
@@ -196,13 +197,13 @@ class Small:
         self.tag = self.vault.tag("me")
 
     def put(self, key: Key, size: int = MIB) -> Outcome:
-        data = key.digest * (size // 32)
+        data = [key.digest * (size // 32)]
         place = self.vault.reserve(self.tag, key, size, 60.0)
         assert isinstance(place, Reservation)
         return self.vault.commit(place, data, checksum_of(data))
 
     def read(self, keys: list[Key]) -> list[bytes]:
-        return [bytes(block.data) for block in self.vault.read(self.tag, keys)]
+        return [b"".join(block.pieces) for block in self.vault.read(self.tag, keys)]
 
 
 def test_a_full_disk_costs_what_a_restart_finds_and_nothing_else(tmp_path: Path) -> None:
@@ -272,10 +273,10 @@ def test_a_writer_that_was_overtaken(tmp_path: Path) -> None:
     quick = vault.reserve(tag, key, 4, limit_s=60.0)
     assert isinstance(slow, Reservation)
     assert isinstance(quick, Reservation)
-    assert vault.commit(quick, b"good", checksum_of(b"good")) is Outcome.STORED
-    assert vault.commit(slow, b"late", checksum_of(b"late")) is Outcome.STALE
+    assert vault.commit(quick, [b"good"], checksum_of([b"good"])) is Outcome.STORED
+    assert vault.commit(slow, [b"late"], checksum_of([b"late"])) is Outcome.STALE
     assert vault.stats()["stale_writers"] == 1
-    assert [bytes(block.data) for block in vault.read(tag, [key])] == [b"good"]
+    assert [b"".join(block.pieces) for block in vault.read(tag, [key])] == [b"good"]
 
 
 def test_a_writer_without_room_waits_for_a_reader(tmp_path: Path) -> None:
@@ -283,7 +284,7 @@ def test_a_writer_without_room_waits_for_a_reader(tmp_path: Path) -> None:
     tag, (a, b) = vault.tag("me"), chain(ROOT, [[1], [2]])
     place = vault.reserve(tag, a, 10, 60.0)
     assert isinstance(place, Reservation)
-    vault.commit(place, bytes(10), checksum_of(bytes(10)))
+    vault.commit(place, [bytes(10)], checksum_of([bytes(10)]))
     reading = vault.read(tag, [a])
     next(reading)
     threading.Timer(0.2, reading.close).start()  # type: ignore[attr-defined]

@@ -63,16 +63,20 @@ def test_blocks_come_back(kv: Kv) -> None:
     assert kv.client.get(keys[1:]) == blocks[1:]
 
 
-def test_get_streams_chunks_of_a_mebibyte_in_order_and_stops_at_a_hole(kv: Kv) -> None:
-    keys = kv.keys(1, 2, 3)
-    kv.put(keys[:2], 2 * MIB)
-    chunks = list(kv.stub.Get(pb.GetRequest(keys=map(wire, keys))))
-    assert [(part.index, len(part.data), part.last, bool(part.checksum)) for (part,) in (chunk.parts for chunk in chunks)] == [
-        (0, MIB, False, False),
-        (0, MIB, True, True),
-        (1, MIB, False, False),
-        (1, MIB, True, True),
+def test_get_streams_messages_of_one_to_two_mebibytes_in_order_and_stops_at_a_hole(start_kv: Callable[[KvConfig], Kv]) -> None:
+    kv = start_kv(KvConfig(budget_mb=64, max_block_mb=8))
+    keys = kv.keys(*range(8))
+    sizes = [3 * MIB, 700_000, 700_000, 2 * MIB, 10, 10, MIB + 1]
+    kv.client.put([(key, kv.block(key, size)) for key, size in zip(keys, sizes, strict=False)])
+    messages = [message.parts for message in kv.stub.Get(pb.GetRequest(keys=map(wire, keys)))]
+    assert [[(part.index, len(part.data), part.last, bool(part.checksum)) for part in parts] for parts in messages] == [
+        [(0, 2 * MIB, False, False)],
+        [(0, MIB, True, True)],
+        [(1, 700_000, True, True), (2, 700_000, True, True)],
+        [(3, 2 * MIB, True, True)],
+        [(4, 10, True, True), (5, 10, True, True), (6, MIB + 1, True, True)],
     ]
+    assert kv.client.get(keys) == [kv.block(key, size) for key, size in zip(keys, sizes, strict=False)]
 
 
 def test_puts_are_idempotent_and_conflicts_are_counted(kv: Kv) -> None:
@@ -218,6 +222,7 @@ MALFORMED: dict[str, tuple[list[pb.PutRequest], str, str]] = {
     "too large": ([whole(KEY, b"1", size=2 * MIB + 1)], "parts.size", "must be 1 to 2097152 bytes, is 2097153"),
     "huge": ([whole(KEY, b"1", size=2**64 - 1)], "parts.size", "is 18446744073709551615"),
     "too much": ([whole(KEY, b"123", size=2)], "parts.data", "more than the block's size of 2 bytes"),
+    "empty part": ([CUT, put_of()], "parts.data", "must not be empty"),
     "large chunk": ([whole(KEY, bytes(4 * MIB + 1), size=MIB)], "parts.data", "must be at most 4194304 bytes in a part"),
     "no checksum": ([whole(KEY, b"1", checksum=b"")], "parts.checksum", "must be 16 bytes"),
     "early checksum": ([whole(KEY, b"1", last=False)], "parts.checksum", "empty in the others"),
