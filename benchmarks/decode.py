@@ -22,8 +22,10 @@ import torch
 
 from benchmarks.results import Row, append
 from expert_worker.client import resident
+from forefetch.kernels.kv_codec import KvFormat, seal
+from forefetch.shapes import synthetic_config
 from forefetch.spec import ModelSpec
-from forefetch.synthetic import open_model, synthetic_config
+from forefetch.synthetic import open_model
 from router_service.admission import Admitted, SamplingParams
 from router_service.cache import KvCache
 from router_service.captured import CapturedTrunk
@@ -31,7 +33,8 @@ from router_service.layouts import LayoutBuffers
 from router_service.pages import PagePool
 from router_service.sampling import sample
 from router_service.scheduler import Chunk, Plan, Request
-from router_service.trunk import Trunk
+from router_service.sealed import SealedCache
+from router_service.trunk import Cache, Trunk
 
 PAGE = 128
 
@@ -42,6 +45,7 @@ class Rig:
 
     model: str
     experts: str
+    kv: str
     max_batch: int
     context: int
     tokens: int
@@ -51,14 +55,29 @@ class Rig:
         device = torch.device("cuda")
         self.spec, checkpoint = open_model(self.model, allow_synthetic=True)
         self.pages = 1 + self.tokens // PAGE + self.max_batch
-        cache = KvCache(self.spec, pages=self.pages, page_size=PAGE, dtype=torch.bfloat16, device=device)
-        for pool in (*cache.k, *cache.v):
-            pool.normal_()
+        cache = self._cache(device)
         began = time.perf_counter()
         self.trunk = Trunk(self.spec, checkpoint, cache, dtype=torch.bfloat16, device=device)
         self.resident = resident(self.spec, checkpoint, self.experts, device=device, dtype=torch.bfloat16, max_rows=512)
         size = self.resident.weight_bytes / 1e9
         print(f"{self.model}: weights made in {time.perf_counter() - began:.1f} s, experts {size:.1f} GB")
+
+    def _cache(self, device: torch.device) -> Cache:
+        """Random keys and values, sealed if the format says so: 32 different pages over and over."""
+        if self.kv == "bfloat16":
+            cache = KvCache(self.spec, pages=self.pages, page_size=PAGE, dtype=torch.bfloat16, device=device)
+            for pool in (*cache.k, *cache.v):
+                pool.normal_()
+            return cache
+        format = KvFormat(self.kv, head_dim=self.spec.head_dim, thirds=16 if self.kv == "mixed" else 0)
+        sealed = SealedCache(self.spec, format, pages=self.pages, lanes=self.max_batch, max_rows=512, device=device)
+        drawn = torch.randn(2, 32, PAGE, self.spec.head_dim, device=device)
+        blobs = seal(drawn[0], drawn[1], format)
+        for page in range(self.pages):
+            sealed.pages[:, :, page] = blobs[page % 32]
+        sealed.tails.normal_()
+        sealed.sinks.normal_()
+        return sealed
 
     def requests(self, batch: int, context: int) -> list[Request]:
         """`batch` requests with `context` committed tokens each."""
@@ -67,7 +86,7 @@ class Rig:
             tokens = draw.integers(0, self.spec.vocab_size, context + 1).tolist()
             admitted = Admitted(tuple(tokens), 1 << 20, True, SamplingParams(), (), frozenset(), "bench")
             request = Request(key, str(key), tuple(tokens), admitted, 0.0, computed=context)
-            request.pages = pool.allocate(-(-(context + PAGE) // PAGE)) or ()
+            request.lane, request.pages = key, pool.allocate(-(-(context + PAGE) // PAGE)) or ()
             made.append(request)
         return made
 
@@ -100,6 +119,7 @@ def steps(rig: Rig, batch: int, context: int, count: int) -> Iterator[float]:
         logits = trunk.forward(filled, None, None)  # type: ignore[arg-type]
         launched = time.perf_counter()
         sampled = sample(logits, greedy, [len(request.tokens) for request in requests])
+        rig.trunk.cache.commit(filled)
         yield (ended := time.perf_counter()) - began
         rig.host.append((placed - began, launched - placed, ended - launched))
         for request, token in zip(requests, sampled.ids, strict=True):
@@ -145,7 +165,7 @@ def step_bytes(rig: Rig, batch: int, context: int) -> float:
     trunk = sum(part.numel() * part.element_size() for part in [*parts, rig.trunk.head])
     touched = spec.num_experts * (1 - (1 - spec.top_k / spec.num_experts) ** batch)
     experts = len(spec.moe_layers) * touched * rig.resident.expert_bytes
-    return trunk + experts + batch * context * spec.kv_bytes_per_token(2)
+    return trunk + experts + batch * context / PAGE * rig.trunk.cache.block_bytes
 
 
 def peer(spec: ModelSpec, config: dict[str, Any], batches: list[int], context: int) -> Iterator[tuple[int, list[float]]]:
@@ -182,6 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="synthetic:qwen3-30b-a3b")
     parser.add_argument("--experts", default="int4", help="how experts are stored: bfloat16, int8, int4")
+    parser.add_argument("--kv", default="bfloat16", help="bfloat16, or a sealed format: e2m0, asym2, asym3, mixed, fp4")
     parser.add_argument("--batch", default="1,4,16,64")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=64)
@@ -192,7 +213,9 @@ def main() -> None:
     batches = [int(part) for part in arguments.batch.split(",")]
     speed, rows = bandwidth(), list[Row]()
     print(f"copy bandwidth {speed / 1e12:.2f} TB/s")
-    rig = Rig(arguments.model, arguments.experts, max(batches), arguments.context, max(batches) * arguments.context)
+    rig = Rig(
+        arguments.model, arguments.experts, arguments.kv, max(batches), arguments.context, max(batches) * arguments.context
+    )
     for batch in batches:
         times = sorted(list(steps(rig, batch, arguments.context, arguments.steps))[8:])
         p50, p99 = (times[int(share * (len(times) - 1))] * 1e3 for share in (0.5, 0.99))
@@ -202,7 +225,7 @@ def main() -> None:
         print(f"  on the host: filling {fill:.2f} ms, launching {launch:.2f} ms, waiting and sampling {wait:.2f} ms")
         if arguments.profile:
             profile(rig, batch, arguments.context)
-        case = f"{arguments.model} {arguments.experts} experts, bfloat16 KV, batch {batch}, context {arguments.context}"
+        case = f"{arguments.model} {arguments.experts} experts, {arguments.kv} KV, batch {batch}, context {arguments.context}"
         rows += [Row("decode", case, name, value, "ms") for name, value in (("p50", p50), ("p99", p99), ("byte limit", limit))]
     spec = rig.spec
     del rig
