@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from forefetch.telemetry.ring import Timings
@@ -56,27 +56,30 @@ class Answer:
         self, token_id: int, logprob: float | None, tops: list[tuple[int, float]], timings: Timings
     ) -> tuple[TokenOut, FinishOut | None]:
         """The event of a token that was just appended to the request, and the finish if it is the last one."""
-        return self._next(TokenOut(self.request.generated - 1, token_id, "", logprob, tops, timings))
+        return self._next(self.request.generated - 1, token_id, logprob, tops, timings)
 
     def replay(self) -> tuple[list[TokenOut], FinishOut | None]:
         """The events of the tokens that the request came with, as the router that generated them made them but for timings
         and log-probabilities, and the finish if the last of them ends the answer."""
         events: list[TokenOut] = []
         for index, token_id in enumerate(self.request.known):
-            event, finish = self._next(TokenOut(index, token_id, "", None, [], Timings()))
+            event, finish = self._next(index, token_id, None, [], Timings())
             events.append(event)
             if finish is not None:
                 return events, finish
         return events, None
 
-    def _next(self, event: TokenOut) -> tuple[TokenOut, FinishOut | None]:
+    def _next(
+        self, index: int, token_id: int, logprob: float | None, tops: list[tuple[int, float]], timings: Timings
+    ) -> tuple[TokenOut, FinishOut | None]:
         admitted = self.request.admitted
-        if event.token_id in admitted.stop_token_ids:
-            return event, self._finish("STOP_TOKEN")
-        event = replace(event, text=self.text.push(event.token_id) if self.text else "")
+        if token_id in admitted.stop_token_ids:
+            return TokenOut(index, token_id, "", logprob, tops, timings), self._finish("STOP_TOKEN")
+        text = self.text.push(token_id) if self.text else ""
+        event = TokenOut(index, token_id, text, logprob, tops, timings)
         if self.text and self.text.stopped is not None:
             return event, FinishOut("STOP_STRING", "", self.text.stopped)
-        if event.index + 1 == admitted.max_tokens:
+        if index + 1 == admitted.max_tokens:
             return event, self._finish("CONTEXT" if admitted.context_limited else "LENGTH")
         return event, None
 
