@@ -18,7 +18,6 @@ from forefetch import rpc
 from forefetch.cli import connect
 from forefetch.cli.plain import plain
 from forefetch.errors import Mismatch
-from forefetch.rpc.auth import bearer
 from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
 
@@ -67,7 +66,6 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("action", choices=("stats", "inspect", "verify"), help="what to do")
     connect.add_arguments(parser, "the KV service")
-    parser.add_argument("--token-file", default="", metavar="FILE", help="file with the bearer token to send")
     parser.add_argument("--digest", default="", metavar="HEX", help="inspect: only the chain of this block; may be cut short")
     parser.add_argument("--limit", type=int, default=100, metavar="N", help="inspect: most blocks (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per answer")
@@ -75,7 +73,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Calls the service and shows what it says."""
-    metadata = tuple(bearer(args.token_file)())
+    token = connect.token_of(args)
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
     with rpc.channel(args.address, connect.tls_of(args)) as channel, _errors(args.address):
         stub: Any = pb_grpc.KvServiceStub(channel)
         action = {"stats": _stats, "inspect": _inspect, "verify": _verify}[args.action]
