@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(args: argparse.Namespace, console: Console) -> int:
-    options = Options(args.distilled, args.rank, args.epochs, args.batch, args.rate)
+    options = Options(args.distilled, args.rank, args.epochs, args.head_epochs, args.batch, args.rate)
     path, trained = commands.train(_source(args), args.generate, args.temperature, options, console)
     Console(highlight=False).print(tables.trained(trained, path))
     return 0
@@ -64,9 +64,12 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--generate", type=int, default=49_152, help="tokens of the model's own to record (%(default)s)")
     train.add_argument("--temperature", type=float, default=0.8, help="of those tokens (%(default)s)")
     defaults = Options()
-    train.add_argument("--distilled", type=int, default=defaults.distilled, help="width of a distilled network (%(default)s)")
+    train.add_argument(
+        "--distilled", type=int, default=defaults.distilled, help="units in a sketch of a layer's experts (%(default)s)"
+    )
     train.add_argument("--rank", type=int, default=defaults.rank, help="width of a correction (%(default)s)")
     train.add_argument("--epochs", type=int, default=defaults.epochs, help="passes over the recorded rows (%(default)s)")
+    train.add_argument("--head-epochs", type=int, default=defaults.head_epochs, help="the same for corrections (%(default)s)")
     train.add_argument("--batch", type=int, default=defaults.batch, help="rows per update (%(default)s)")
     train.add_argument("--rate", type=float, default=defaults.rate, help="peak learning rate (%(default)s)")
     evaluate = commands_of.add_parser("eval", help="measure hints on text that heads were not trained on")

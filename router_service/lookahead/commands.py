@@ -22,8 +22,9 @@ from router_service.lookahead.store import Trained
 from router_service.lookahead.train import Options, Tasks, distil, train_head
 from router_service.text import Text
 
-SEQUENCES = 32  # at most, in one forward
-ROWS = 4096
+SEQUENCES = {"cpu": 32, "cuda": 192}  # at most, in one forward
+ROWS = {"cpu": 4096, "cuda": 16_384}
+CALIBRATED_ON = 32  # documents kept aside
 PROMPT = 32  # tokens of a text that the model goes on from
 CONTINUATION = 256
 
@@ -43,7 +44,7 @@ class Source:
         """The model, in float32."""
         if self.tokens < 0 or self.context < 2 * corpus.SHORTEST:
             raise ConfigError(f"--tokens must not be negative, --context must be at least {2 * corpus.SHORTEST}")
-        return Runner(self.model, sequences=SEQUENCES, length=self.context, device=self.device)
+        return Runner(self.model, sequences=SEQUENCES[self.device.type], length=self.context, device=self.device)
 
     def chunks(self, path: Path, length: int, most: int) -> list[Chunk]:
         """One file's text. ConfigError when it is too short, UnsupportedModel without a tokenizer."""
@@ -79,11 +80,11 @@ def train(source: Source, generate: int, temperature: float, options: Options, c
 
 
 def learn(runner: Runner, trace: Trace, trained: Trained, options: Options, bars: Progress) -> None:
-    """Distilled networks first, then the heads that stand on them."""
+    """Sketches first, then the heads that stand on them."""
     tasks = Tasks(runner.trunk, trace, Estimator(runner.trunk, trained.outputs))
-    for layer in bars.track(list(trained.outputs), description="distilling layers") if options.distilled else ():
-        trained.distilled[layer] = distil(tasks, layer, options)
-    tasks = Tasks(runner.trunk, trace, Estimator(runner.trunk, trained.outputs, trained.distilled))
+    for layer in bars.track(list(trained.outputs), description="sketching experts") if options.distilled else ():
+        trained.sketches[layer] = distil(tasks, layer, runner.experts.weights(layer), options)
+    tasks = Tasks(runner.trunk, trace, Estimator(runner.trunk, trained.outputs, trained.sketches))
     for layer, distance, target in bars.track(list(tasks.keys()), description="training heads"):
         head, recall = train_head(tasks.task(layer, distance, target), options)
         trained.heads[layer, distance], trained.recall[layer, distance] = head, recall
@@ -92,7 +93,7 @@ def learn(runner: Runner, trace: Trace, trained: Trained, options: Options, bars
 def _calibrate(runner: Runner, parts: Sequence[Chunk], trained: Trained, bars: Progress) -> None:
     """Hints with attention can only be judged as a router makes them: token by token."""
     walker = Walker(trained.on(runner.trunk))
-    group = sorted((chunk.ids[:CONTINUATION] for chunk in parts[:SEQUENCES]), key=len, reverse=True)
+    group = sorted((chunk.ids[:CONTINUATION] for chunk in parts[:CALIBRATED_ON]), key=len, reverse=True)
     for _ in bars.track(runner.follow(group, walker), total=len(group[0]), description="calibrating"):
         pass
     for key, (head, recall) in walker.heads(runner.spec.top_k).items():
@@ -105,7 +106,7 @@ def _continuations(runner: Runner, texts: Sequence[Chunk], tokens: int, temperat
     usable = [chunk for chunk in texts if len(chunk.ids) > PROMPT] if length > 0 else []
     chosen = [usable[int(place * len(usable) / count)] for place in range(count)] if usable else []
     found = []
-    groups = [chosen[at : at + SEQUENCES] for at in range(0, len(chosen), SEQUENCES)]
+    groups = [chosen[at : at + runner.sequences] for at in range(0, len(chosen), runner.sequences)]
     for number, group in enumerate(bars.track(groups, description="generating")):
         prompts = [chunk.ids[:PROMPT] for chunk in group]
         answers = runner.generate(prompts, length, temperature, seed=1000 * number)
@@ -115,7 +116,7 @@ def _continuations(runner: Runner, texts: Sequence[Chunk], tokens: int, temperat
 
 def _record(runner: Runner, parts: Sequence[Chunk], bars: Progress) -> Recorder:
     recorder = Recorder(runner.trunk, sum(len(chunk.ids) for chunk in parts), runner.device)
-    groups, aside = list(corpus.batches(parts, SEQUENCES, ROWS)), corpus.kept_aside(parts)
+    groups, aside = list(corpus.batches(parts, runner.sequences, ROWS[runner.device.type])), corpus.kept_aside(parts)
     for group in bars.track(groups, description="recording"):
         recorder.begin(group, aside)
         runner.prefill([chunk.ids for chunk in group], recorder)
@@ -132,7 +133,7 @@ def evaluate(source: Source, console: Console) -> dict[str, Scores]:
             evaluator = Evaluator(runner.trunk, trained)
             parts = sorted(source.chunks(path, runner.length, source.tokens), key=lambda chunk: len(chunk.ids), reverse=True)
             task = bars.add_task(path.stem, total=sum(len(chunk.ids) for chunk in parts))
-            for group in corpus.batches(parts, SEQUENCES, SEQUENCES * runner.length):
+            for group in corpus.batches(parts, runner.sequences, runner.sequences * runner.length):
                 evaluator.begin()
                 for rows in runner.follow([chunk.ids for chunk in group], evaluator):
                     bars.advance(task, rows)

@@ -1,9 +1,9 @@
 """Tier 0: what later gates will see, estimated.
 
 At the gate of layer L the residual x and the choice are known, the experts' outputs are not. A calibrated mean output per
-(layer, expert) stands in for them, and a small distilled network for what the means leave unexplained; the shared expert and
-dense layers in between are run exactly. Attention in between is left out, or run on the estimate. The later layer's own norm
-and gate then rank its experts. Letters: T rows, H hidden, E experts, K top-k, F = H + E features, R rank.
+(layer, expert) stands in for them, and a sketch of the experts (`sketch.py`) for what the means leave unexplained; the shared
+expert and dense layers in between are run exactly. Attention in between is left out, or run on the estimate. The later layer's
+own norm and gate then rank its experts. Letters: T rows, H hidden, E experts, K top-k, F = H + E features, R rank.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, linear, rms_norm, silu
 
+from router_service.lookahead.sketch import WEIGHT_SCALE, Sketch
 from router_service.trunk import Attend, Layer, Trunk
-
-WEIGHT_SCALE = 4.0  # brings the choice's weights to about the size of the other features
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,12 @@ class Network:
 
 
 class Estimator:
-    """`outputs`: layer -> mean outputs [E, H]; `distilled`: layer -> the rest. A layer in neither counts as adding nothing."""
+    """`outputs`: layer -> mean outputs [E, H]; `sketches`: layer -> the rest. A layer in neither counts as adding nothing."""
 
-    def __init__(self, trunk: Trunk, outputs: Mapping[int, Tensor], distilled: Mapping[int, Network] | None = None) -> None:
+    def __init__(self, trunk: Trunk, outputs: Mapping[int, Tensor], sketches: Mapping[int, Sketch] | None = None) -> None:
         self.spec, self.layers, like = trunk.spec, trunk.layers, trunk.embedding
         self.outputs = {layer: table.to(like) for layer, table in outputs.items()}
-        self.distilled = {layer: network.to(like) for layer, network in (distilled or {}).items()}
+        self.sketches = {layer: sketch.to(like) for layer, sketch in (sketches or {}).items()}
 
     def normed(self, layer: int, x: Tensor) -> Tensor:
         """The gate's input of `layer` if its residual is x [T, H]."""
@@ -71,8 +70,8 @@ class Estimator:
             mean = embedding_bag(ids, table, mode="sum", per_sample_weights=weights.to(table.dtype))
             out = mean if out is None else out + mean
         found = x if out is None else torch.add(x, out, alpha=self.spec.residual_multiplier)
-        network = self.distilled.get(layer)
-        return found if network is None else found + network(self.choice_features(x, ids, weights))
+        sketch = self.sketches.get(layer)
+        return found if sketch is None else found + sketch(self.unit(x), self.choice(x, ids, weights))
 
     def reach(self, layer: int, target: int, x: Tensor, attend: Attend | None = None) -> Tensor:
         """x [T, H] behind `layer` -> the residual at the gate of `target`; only dense layers lie in between."""
@@ -87,15 +86,14 @@ class Estimator:
         """x [T, H] divided by its root mean square: what networks see of a residual."""
         return rms_norm(x, x.shape[-1:], None, self.spec.rms_eps)
 
-    def choice_features(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The residual at a gate and its choice [T, H + E]."""
+    def choice(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """A choice [T, K] by expert [T, E], on the device of x [T, H] in its dtype."""
         chosen = x.new_zeros(len(x), self.spec.num_experts)
-        chosen.scatter_(1, ids.long(), WEIGHT_SCALE * weights.to(x.dtype))
-        return torch.cat((self.unit(x), chosen), dim=1)
+        return chosen.scatter_(1, ids.long(), WEIGHT_SCALE * weights.to(x.dtype))
 
     def features(self, x: Tensor, estimate: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """What a head sees [T, 2H + E]: the residual at the gate and its choice, and the estimate behind the layer."""
-        return torch.cat((self.choice_features(x, ids, weights), self.unit(estimate)), dim=1)
+        return torch.cat((self.unit(x), self.choice(x, ids, weights), self.unit(estimate)), dim=1)
 
 
 def shared_output(layer: Layer, x: Tensor, eps: float) -> Tensor | None:

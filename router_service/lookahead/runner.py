@@ -45,6 +45,10 @@ class AllExperts:
         out += self._rows
         return 0
 
+    def weights(self, layer: int) -> SlotWeights:
+        """All experts of a layer."""
+        return self._layers[layer]
+
 
 def _load(spec: ModelSpec, checkpoint: Checkpoint, layer: int, dtype: torch.dtype, device: torch.device) -> SlotWeights:
     experts = [load_expert(checkpoint, spec, layer, expert) for expert in range(spec.num_experts)]

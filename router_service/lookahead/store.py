@@ -1,15 +1,16 @@
 """`lookahead.safetensors`, beside the weights of the checkpoint that it was made for.
 
-Tensors: `outputs.<layer>` [E, H], `load.<layer>` [E] (share of tokens that chose an expert), `distilled.<layer>.<part>`,
-`head.<layer>.<distance>.<part>` for heads with a correction. Matrices are int8 with a float16 scale per row (`<name>.scale`),
-vectors float16. Metadata: format, the model's digest, and one JSON list with what else is known per head.
+Tensors: `outputs.<layer>` [E, H], `load.<layer>` [E] (share of tokens that chose an expert), `sketch.<layer>.<part>`,
+`head.<layer>.<distance>.<part>` for heads with a correction. Matrices are codes with float16 scales (`<name>.scale`, see
+`codes.py`): mean outputs in 8 bits, all others in 4. Vectors are float16. Metadata: format, the model's digest, the matrices'
+columns, and one JSON list with what else is known per head.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forefetch.errors import Mismatch
+from router_service.lookahead.codes import eight_bits, four_bits, values_of
 from router_service.lookahead.estimate import Estimator, Network
 from router_service.lookahead.heads import Head, Lookahead
+from router_service.lookahead.sketch import Sketch
 from router_service.trunk import Trunk
 
 NAME = "lookahead.safetensors"
-FORMAT = "forefetch lookahead 1"
-PARTS = ("down", "bias", "up", "offset")
+FORMAT = "forefetch lookahead 2"
+PARTS = tuple(field.name for field in fields(Network))
+SKETCH_PARTS = tuple(field.name for field in fields(Sketch))
 
 
 @dataclass
@@ -34,28 +38,30 @@ class Trained:
 
     outputs: dict[int, Tensor]
     load: dict[int, Tensor]
-    distilled: dict[int, Network] = field(default_factory=dict)
+    sketches: dict[int, Sketch] = field(default_factory=dict)
     heads: dict[tuple[int, int], Head] = field(default_factory=dict)
     recall: dict[tuple[int, int], float] = field(default_factory=dict)  # slots@k+2 on documents kept aside
 
     def on(self, trunk: Trunk) -> Lookahead:
         """Ready to run."""
-        return Lookahead(trunk, Estimator(trunk, self.outputs, self.distilled), self.heads)
+        return Lookahead(trunk, Estimator(trunk, self.outputs, self.sketches), self.heads)
 
 
 def save(trained: Trained, folder: Path, digest: str) -> Path:
     """Writes the file and returns its path."""
     tensors = {f"outputs.{layer}": table for layer, table in trained.outputs.items()}
     tensors |= {f"load.{layer}": share for layer, share in trained.load.items()}
-    for layer, network in trained.distilled.items():
-        tensors |= _parts(f"distilled.{layer}.", network)
+    for layer, sketch in trained.sketches.items():
+        tensors |= _parts(f"sketch.{layer}.", sketch)
     facts = []
     for (layer, distance), head in sorted(trained.heads.items()):
         fact = {"layer": layer, "distance": distance, "kind": "tier 0" if head.correction is None else "head"}
         facts.append(fact | {"scale": head.scale, "shift": head.shift, "slots@k+2": trained.recall.get((layer, distance))})
         if head.correction is not None:
             tensors |= _parts(f"head.{layer}.{distance}.", head.correction)
-    path, metadata = folder / NAME, {"format": FORMAT, "model": digest, "heads": json.dumps(facts)}
+    columns = {name: tensor.shape[1] for name, tensor in tensors.items() if tensor.dim() == 2}
+    facts_of_all = {"format": FORMAT, "model": digest}
+    path, metadata = folder / NAME, facts_of_all | {"heads": json.dumps(facts), "columns": json.dumps(columns)}
     save_file(_packed(tensors), path, metadata)
     return path
 
@@ -72,20 +78,22 @@ def load(folder: Path, digest: str, moe_layers: tuple[int, ...]) -> Trained:
         raise Mismatch(f"{NAME}: not found in the model's folder; `forefetch lookahead train` makes it")
     try:
         with safe_open(path, framework="pt") as file:
-            facts = _facts(file.metadata() or {}, digest)
-            tensors = _unpacked({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a dict
+            metadata = file.metadata() or {}
+            facts, columns = _facts(metadata, digest), json.loads(metadata["columns"])
+            tensors = _unpacked({name: file.get_tensor(name) for name in file.keys()}, columns)  # noqa: SIM118 - not a dict
         heads = {(fact["layer"], fact["distance"]): _head(fact, tensors) for fact in facts}
         recall = {(fact["layer"], fact["distance"]): fact["slots@k+2"] for fact in facts}
         shares = {n: tensors[f"load.{n}"] for n in moe_layers}
         outputs = {n: tensors[f"outputs.{n}"] for n in moe_layers[:-1]}
-        distilled = {n: _network(f"distilled.{n}.", tensors) for n in moe_layers if f"distilled.{n}.down" in tensors}
+        sketched = [n for n in moe_layers if f"sketch.{n}.inner" in tensors]
+        sketches = {n: Sketch(*(tensors[f"sketch.{n}.{part}"] for part in SKETCH_PARTS)) for n in sketched}
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise Mismatch(f"{NAME}: cannot be read ({type(error).__name__})") from error
-    return Trained(outputs, shares, distilled, heads, recall)
+    return Trained(outputs, shares, sketches, heads, recall)
 
 
-def _parts(prefix: str, network: Network) -> dict[str, Tensor]:
-    return {prefix + part: getattr(network, part) for part in PARTS}
+def _parts(prefix: str, network: Network | Sketch) -> dict[str, Tensor]:
+    return {prefix + part: tensor for part, tensor in vars(network).items()}
 
 
 def _network(prefix: str, tensors: Mapping[str, Tensor]) -> Network:
@@ -98,16 +106,17 @@ def _packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         values = tensor.detach().to("cpu", torch.float32).contiguous()
         if values.dim() == 2:
-            scale = (values.abs().amax(1, keepdim=True) / 127).clamp(min=1e-7).half()
-            found[name + ".scale"], values = scale, (values / scale.float()).round().clamp(-127, 127)
-        found[name] = values.to(torch.int8 if values.dim() == 2 else torch.float16)
+            pack = eight_bits if name.startswith("outputs.") else four_bits
+            found[name], found[name + ".scale"] = pack(values)
+        else:
+            found[name] = values.to(torch.float16)
     return found
 
 
-def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _unpacked(tensors: Mapping[str, Tensor], columns: Mapping[str, int]) -> dict[str, Tensor]:
     """As they are used, float32."""
-    plain = {name: tensor.float() for name, tensor in tensors.items() if not name.endswith(".scale")}
-    return {name: values * tensors[name + ".scale"].float() if values.dim() == 2 else values for name, values in plain.items()}
+    plain = {name: tensor.float() for name, tensor in tensors.items() if tensor.dim() == 1}
+    return plain | {name: values_of(tensors[name], tensors[name + ".scale"], width) for name, width in columns.items()}
 
 
 def _facts(metadata: dict[str, str], digest: str) -> list[dict[str, Any]]:

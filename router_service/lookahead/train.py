@@ -1,4 +1,4 @@
-"""What is learned from a trace: a distilled network per layer, and a correction per (layer, distance) where it helps.
+"""What is learned from a trace: a sketch of each layer's experts, and a correction per (layer, distance) where it helps.
 
 A correction is kept where it beats tier 0 on documents that were not trained on. Letters: N rows of the trace, B batch,
 H hidden, E experts, K top-k, F features, R rank.
@@ -13,28 +13,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from forefetch.kernels.grouped_mlp import SlotWeights
+from router_service.lookahead.descent import descend
 from router_service.lookahead.estimate import Estimator, Network
 from router_service.lookahead.heads import EXTRA, REFINED, Head
 from router_service.lookahead.record import Trace
+from router_service.lookahead.sketch import Sketch, copied
 from router_service.trunk import Trunk
 
 PIECE = 8192  # rows of the trace that are worked on at once
+SAMPLE = 16_384  # rows by which the units of a sketch are chosen
+RESIDUAL, MEMBERSHIP = 10.0, 1.0  # weights in a sketch's loss; benchmarks/LOG.md has what others do
 
 
 @dataclass(frozen=True)
 class Options:
     """How networks are trained.
 
-    distilled, rank: widths of the distilled networks and of the corrections; size on disk and time grow with them. 0: none.
-    epochs, batch, rate, decay: passes over the trace, rows per update, peak learning rate and weight decay of AdamW under a
-    one-cycle schedule.
+    distilled, rank: widths of the sketches and of the corrections; size on disk and time grow with them. 0: none.
+    epochs, head_epochs: passes over the trace for sketches and for corrections, which learn little more after a few.
+    batch, rate, decay: rows per update, peak learning rate and weight decay of AdamW; the rate rises and falls once.
     """
 
-    distilled: int = 360
+    distilled: int = 576
     rank: int = 32
     epochs: int = 12
+    head_epochs: int = 4
     batch: int = 512
-    rate: float = 2e-3
+    rate: float = 4e-3
     decay: float = 0.01
     seed: int = 1
 
@@ -119,50 +125,49 @@ def fit_correction(task: Task, options: Options) -> Network:
         logits = task.base[part].float() + network(task.features[part].float())
         return loss(logits, task.truth[part].float(), task.member[part], task.top_k)
 
-    return _descend(network, value, (~task.held_in).nonzero()[:, 0], options)
+    _descend(list(vars(network).values()), value, (~task.held_in).nonzero()[:, 0], options.head_epochs, options)
+    return network
 
 
-def distil(tasks: Tasks, layer: int, options: Options) -> Network:
-    """A network for what the mean outputs of `layer` leave unexplained, so that later gates see what they will see.
+def distil(tasks: Tasks, layer: int, experts: SlotWeights, options: Options) -> Sketch:
+    """A sketch of `experts` for what the mean outputs of `layer` leave unexplained, so that later gates see what they will see.
 
-    Half of the loss is the error of the residual relative to its length, which is what a norm makes of it; the other half is
-    the divergence of the next two gates' softmax.
+    The loss: the error of the residual relative to its length, which is what a norm makes of it; and at the next two gates, if
+    their residual is off by just this error, the divergence of their softmax and the membership of their top-k.
     """
     trace, look, spec = tasks.trace, tasks.estimator, tasks.trunk.spec
-    features = spec.hidden_size + spec.num_experts
-    network = Network.zero(features, options.distilled, spec.hidden_size, trace.held_in.device, options.seed)
+    rows = (~trace.held_in[: trace.rows]).nonzero()[:, 0]
     moe = spec.moe_layers
     seen_by = moe[moe.index(layer) + 1 : moe.index(layer) + 3]
+    norm = tasks.trunk.layers[layer].post_norm
+
+    def inputs(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, ids, weights = trace.x[layer][part].float(), trace.ids[layer][part].long(), trace.weights[layer][part].float()
+        return look.behind(layer, x, ids, weights), look.unit(x), look.choice(x, ids, weights)
+
+    sample = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(options.seed))[:SAMPLE].to(rows.device)]
+    sketch = copied(experts, norm, *inputs(sample)[1:], options.distilled, spec.residual_multiplier)
 
     def value(part: Tensor) -> Tensor:
-        after, x = trace.after[layer][part].float(), trace.x[layer][part].float()
-        ids, weights = trace.ids[layer][part].long(), trace.weights[layer][part].float()
-        estimate = look.behind(layer, x, ids, weights) + network(look.choice_features(x, ids, weights))
-        relative = (estimate - after).square().sum(1) / after.square().sum(1).clamp(min=1e-12)
-        gates = [_divergence(look.logits(target, estimate), look.logits(target, after)) for target in seen_by]
-        return 10.0 * relative.mean() + sum(gates, torch.zeros(()))
+        base, unit, choice = inputs(part)
+        after = trace.after[layer][part].float()
+        error = base + sketch(unit, choice) - after
+        total = RESIDUAL * (error.square().sum(1) / after.square().sum(1).clamp(min=1e-12)).mean()
+        for target in seen_by:
+            x = trace.x[target][part].float()
+            truth = look.logits(target, x)
+            member = torch.zeros_like(truth, dtype=torch.bool).scatter_(1, trace.ids[target][part].long(), True)
+            total = total + loss(look.logits(target, x + error), truth, member, spec.top_k, MEMBERSHIP)
+        return total
 
-    rows = (~trace.held_in[: trace.rows]).nonzero()[:, 0]
-    return _descend(network, value, rows, options)
+    _descend(list(vars(sketch).values()), value, rows, options.epochs, options)
+    return sketch
 
 
-def _descend(network: Network, value: Callable[[Tensor], Tensor], rows: Tensor, options: Options) -> Network:
-    """AdamW on value(row numbers [B]); returns the trained network."""
-    parameters = [part.requires_grad_() for part in vars(network).values()]
-    batch = min(options.batch, len(rows))
-    optimizer = torch.optim.AdamW(parameters, options.rate, weight_decay=options.decay)
-    steps = max(2, options.epochs * (len(rows) // batch))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.rate, total_steps=steps, pct_start=0.1)
-    draw = torch.Generator().manual_seed(options.seed)
-    for _ in range(options.epochs):
-        order = rows[torch.randperm(len(rows), generator=draw).to(rows.device)]
-        for at in range(0, len(rows) - batch + 1, batch):
-            optimizer.zero_grad()
-            value(order[at : at + batch]).backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            schedule.step()
-    return Network(*(part.detach() for part in parameters))
+def _descend(parameters: list[Tensor], value: Callable[[Tensor], Tensor], rows: Tensor, epochs: int, options: Options) -> None:
+    descend(
+        parameters, value, rows, epochs=epochs, batch=options.batch, rate=options.rate, decay=options.decay, seed=options.seed
+    )
 
 
 def _divergence(logits: Tensor, truth: Tensor) -> Tensor:
@@ -170,10 +175,10 @@ def _divergence(logits: Tensor, truth: Tensor) -> Tensor:
     return functional.kl_div(logits.log_softmax(-1), truth.log_softmax(-1), log_target=True, reduction="batchmean")
 
 
-def loss(logits: Tensor, truth: Tensor, member: Tensor, top_k: int) -> Tensor:
+def loss(logits: Tensor, truth: Tensor, member: Tensor, top_k: int, membership: float = 8.0) -> Tensor:
     """KL to the router's softmax, plus cross-entropy of being in the top-k on each expert's lead over the row's threshold."""
     ranking = functional.binary_cross_entropy_with_logits(2.0 * lead(logits, top_k), member.float())
-    return _divergence(logits, truth) + 8.0 * ranking
+    return _divergence(logits, truth) + membership * ranking
 
 
 def lead(logits: Tensor, top_k: int) -> Tensor:

@@ -13,6 +13,7 @@ from router_service.lookahead import store
 from router_service.lookahead.estimate import Network
 from router_service.lookahead.heads import Head
 from router_service.lookahead.runner import Runner
+from router_service.lookahead.sketch import Sketch
 from router_service.lookahead.store import Trained
 
 
@@ -25,7 +26,8 @@ def trained(runner: Callable[[str], Runner], untrained: Callable[[Runner], Train
         return Network(*(torch.randn(shape, generator=draw) for shape in shapes))
 
     found.heads = {(0, 1): Head(network((4, 136), (4,), (8, 4), (8,)), 1.5, -0.25), (0, 12): Head(None, 0.5, 0.125)}
-    found.distilled = {1: network((6, 72), (6,), (64, 6), (64,))}
+    shapes = ((12, 64), (12,), (6, 8), (6,), (64, 6), (64,))
+    found.sketches = {1: Sketch(*(torch.randn(shape, generator=draw) for shape in shapes))}
     found.recall = {(0, 1): 0.75, (0, 12): 0.5}
     return found
 
@@ -40,22 +42,30 @@ def test_what_is_saved_comes_back(trained: Trained, tmp_path: Path) -> None:
     assert mine.correction is not None
     assert other.correction is not None
     for part in store.PARTS:
-        close(getattr(mine.correction, part), getattr(other.correction, part))
-        close(getattr(trained.distilled[1], part), getattr(back.distilled[1], part))
-    assert list(back.distilled) == [1]
+        close(getattr(mine.correction, part), getattr(other.correction, part), bits=4)
+    for part in store.SKETCH_PARTS:
+        close(getattr(trained.sketches[1], part), getattr(back.sketches[1], part), bits=4)
+    assert list(back.sketches) == [1]
     for layer in (0, 1, 2):
-        close(trained.load[layer], back.load[layer])
+        close(trained.load[layer], back.load[layer], bits=8)
     for layer in (0, 1):  # nothing looks ahead from the last
-        close(trained.outputs[layer], back.outputs[layer])
+        close(trained.outputs[layer], back.outputs[layer], bits=8)
 
 
-def close(mine: torch.Tensor, other: torch.Tensor) -> None:
-    """A vector is rounded to float16; a matrix to half of a step, which is its row's largest value over 127."""
+def close(mine: torch.Tensor, other: torch.Tensor, bits: int) -> None:
+    """A vector is rounded to float16; a matrix in 8 bits to half of a step, its row's largest value over 127; in 4 bits
+    no worse in sum than by a step of a group's largest value over 7, which is one of the scales that are tried."""
+    assert mine.shape == other.shape
     if mine.dim() == 1:
         assert torch.equal(mine.half().float(), other)
-    else:
+    elif bits == 8:
         steps = mine.abs().amax(1, keepdim=True) / 127
         assert bool(((mine - other).abs() <= 0.51 * steps + 127 * 2**-11 * steps).all())
+    else:
+        for one, two in zip(mine.split(64, dim=1), other.split(64, dim=1), strict=True):
+            scale = (one.abs().amax(1, keepdim=True) / 7).half().float()
+            rounded = (one / scale).round().clamp(-8, 7) * scale
+            assert bool(((two - one).square().sum(1) <= (rounded - one).square().sum(1) + 1e-6).all())
 
 
 def test_a_file_of_another_model_is_refused_by_name(trained: Trained, tmp_path: Path) -> None:

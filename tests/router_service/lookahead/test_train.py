@@ -78,7 +78,8 @@ def test_a_distilled_network_explains_more_than_the_means(runner: Callable[[str]
         recorder.begin(group, aside)
         model.prefill([chunk.ids for chunk in group], recorder)
     trace, means = recorder.trace, recorder.mean_outputs()
-    network = distil(Tasks(model.trunk, trace, Estimator(model.trunk, means)), 0, Options(distilled=64, epochs=30, batch=128))
+    tasks = Tasks(model.trunk, trace, Estimator(model.trunk, means))
+    network = distil(tasks, 0, model.experts.weights(0), Options(distilled=64, epochs=30, batch=128))
     held = ~trace.held_in[: trace.rows]  # a random model's experts cannot be learned from so few rows: only fitted
     x, ids, weights = trace.x[0][held].float(), trace.ids[0][held].long(), trace.weights[0][held].float()
     errors = [
