@@ -1,5 +1,5 @@
 """Hints to workers: at each gate the heads name what the next two MoE layers will probably choose, and behind each layer the
-next one again; the step goes on whatever becomes of them.
+next one again, unless the attention ahead was run, which knew better; the step goes on whatever becomes of them.
 
 Heads run after a layer's rows were sent, so as a rule while workers compute. On a GPU their answer is fetched by a thread
 of its own, so that the step never waits for it. Letters: T rows, M experts named per row, E experts, K top-k, W workers.
@@ -152,8 +152,7 @@ class Hints:
     ) -> None:
         self._pace.gate(layer, self._clock())
         self._count(step, layer, ids)
-        # Token by token only: in a prefill rows would see one another's estimates, and the whole chunk's attention run again.
-        walk = attend if self.mode == "attention" and not step.batch.prefills else None
+        walk = attend if self._walks(step) else None
         if walk is None:
             x, ids, weights = (self._picked(step, part) for part in (x, ids, weights))
         named = self._heads.predict(layer, x, ids, weights, walk)
@@ -161,9 +160,16 @@ class Hints:
 
     def _returned(self, step: _Step, layer: int, x: torch.Tensor) -> None:
         self._pace.returned(layer, self._clock())
+        if self._walks(step):
+            return
         hint = self._heads.refine(layer, self._picked(step, x))
         if hint is not None:
             self._answer(step, layer, [hint], (AGAIN,))
+
+    def _walks(self, step: _Step) -> bool:
+        """Whether the attention ahead is run. Token by token only: in a prefill rows would see one another's estimates, and the
+        whole chunk's attention would run again."""
+        return self.mode == "attention" and not step.batch.prefills
 
     @staticmethod
     def _picked(step: _Step, part: torch.Tensor) -> torch.Tensor:

@@ -93,7 +93,9 @@ def learn(runner: Runner, trace: Trace, trained: Trained, options: Options, bars
 def _calibrate(runner: Runner, parts: Sequence[Chunk], trained: Trained, bars: Progress) -> None:
     """Hints with attention can only be judged as a router makes them: token by token."""
     walker = Walker(trained.on(runner.trunk))
-    group = sorted((chunk.ids[:CONTINUATION] for chunk in parts[:CALIBRATED_ON]), key=len, reverse=True)
+    count = min(CALIBRATED_ON, len(parts))
+    spread = [parts[place * len(parts) // count] for place in range(count)]  # over all texts
+    group = sorted((chunk.ids[:CONTINUATION] for chunk in spread), key=len, reverse=True)
     for _ in bars.track(runner.follow(group, walker), total=len(group[0]), description="calibrating"):
         pass
     for key, (head, recall) in walker.heads(runner.spec.top_k).items():
