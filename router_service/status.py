@@ -73,8 +73,7 @@ class Status:
             pages_used=self.scheduler.pool.used,
             workers=map(_worker, self.workers.rows),
         )
-        if self.hints is not None:
-            stats.hints.CopyFrom(self._hints(self.hints))
+        stats.hints.CopyFrom(self._hints(self.hints))
         for layer in self.spec.moe_layers:
             stats.expert_load.add(layer=layer, pairs=self.workers.load[layer].tolist())
         if self.kv is not None:
@@ -82,7 +81,11 @@ class Status:
         self.metrics.fill(stats)
         return stats
 
-    def _hints(self, hints: Hints) -> router_pb2.HintStats:
+    def _hints(self, hints: Hints | None) -> router_pb2.HintStats:
+        """Without heads workers still tell what was not where it was needed."""
+        layers = layer_hints(self.ring, self.spec.moe_layers)
+        if hints is None:
+            return router_pb2.HintStats(mode="off", layers=layers)
         return router_pb2.HintStats(
             mode=hints.mode,
             running=hints.running,
@@ -90,7 +93,7 @@ class Status:
             sent=hints.sent,
             dropped=hints.dropped,
             failures=hints.failures,
-            layers=layer_hints(self.ring, self.spec.moe_layers),
+            layers=layers,
         )
 
 

@@ -17,9 +17,9 @@ _COLUMNS = (
 
 
 def tables(stats: router_pb2.GetStatsResponse) -> Iterator[RenderableType]:
-    """A line, and a row for each layer, unless hints are off."""
+    """A line, and a row for each layer where anything was named or missing."""
     hints = stats.hints
-    if not hints.mode:
+    if not hints.mode:  # a router that knows none
         return
     yield ""
     yield _line(hints)
@@ -29,6 +29,8 @@ def tables(stats: router_pb2.GetStatsResponse) -> Iterator[RenderableType]:
 
 
 def _line(hints: router_pb2.HintStats) -> Text:
+    if hints.mode == "off":
+        return Text("lookahead off", "dim")
     state = ("running", "green") if hints.running else ("idle: every expert is where it is needed", "dim")
     heads = "trained heads" if hints.trained else "untrained heads"
     counts = f"  {hints.sent:,} hints sent, {hints.dropped:,} dropped, {hints.failures:,} failures"
