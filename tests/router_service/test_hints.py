@@ -101,10 +101,10 @@ class World:
 def world(checkpoint: Callable[[str], Path]) -> Iterator[Callable[..., World]]:
     opened: list[Workers] = []
 
-    def make(case: str = DEEP, slots: str = "100%", shards: int = 2, max_step_tokens: int = 9) -> World:
-        rig, folder = Rig(checkpoint(case), max_step_tokens=max_step_tokens), checkpoint(case)
+    def make(case: str = DEEP, slots: str = "100%", shards: int = 2, max_step_tokens: int = 9, on: str = "cpu") -> World:
+        rig, folder = Rig(checkpoint(case), max_step_tokens=max_step_tokens, on=on), checkpoint(case)
         links = [
-            Spy(client.local(client.ExpertConfig(model=str(folder), shard=i, shards=shards, slots=slots)))
+            Spy(client.local(client.ExpertConfig(model=str(folder), device=on, shard=i, shards=shards, slots=slots)))
             for i in range(shards)
         ]
         table = Workers(
@@ -189,17 +189,17 @@ def test_no_predictor_in_any_mode_changes_a_bit(world: Callable[..., World], cas
     plain = world(case, slots)
     tokens, logits = plain.answer()
     kv = [pool.clone() for pool in (*plain.rig.trunk.cache.k, *plain.rig.trunk.cache.v)]
-    for mode in ("plain", "attention"):
-        for name in predictors(plain):
-            other = world(case, slots)
-            hints = other.hints(predictors(other)[name], mode)
-            found, others = other.answer()
-            assert found == tokens, (mode, name)
-            assert all(torch.equal(a, b) for a, b in zip(logits, others, strict=True)), (mode, name)
-            pools = (*other.rig.trunk.cache.k, *other.rig.trunk.cache.v)
-            assert all(same_committed(other, a, b) for a, b in zip(kv, pools, strict=True)), (mode, name)
-            assert (hints.failures > 0) == (name == "failing")
-            assert (hints.sent > 0) == (name not in ("failing", "NaN", "no such expert"))
+    walking = ("own gates", "shuffled", "failing")  # the others do not look at what the attention ahead gives
+    for mode, name in [("plain", name) for name in predictors(plain)] + [("attention", name) for name in walking]:
+        other = world(case, slots)
+        hints = other.hints(predictors(other)[name], mode)
+        found, others = other.answer()
+        assert found == tokens, (mode, name)
+        assert all(torch.equal(a, b) for a, b in zip(logits, others, strict=True)), (mode, name)
+        pools = (*other.rig.trunk.cache.k, *other.rig.trunk.cache.v)
+        assert all(same_committed(other, a, b) for a, b in zip(kv, pools, strict=True)), (mode, name)
+        assert (hints.failures > 0) == (name == "failing")
+        assert (hints.sent > 0) == (name not in ("failing", "NaN", "no such expert"))
 
 
 def same_committed(world: World, before: Tensor, after: Tensor) -> bool:
@@ -364,3 +364,17 @@ def test_a_padded_step_names_for_its_real_rows_only(world: Callable[..., World])
     assert found
     for hint in found:
         np.testing.assert_allclose(hint.probabilities, 0.75, err_msg="two rows, not eight")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["plain", "attention"])
+def test_on_a_gpu_hints_leave_without_the_step_and_change_no_token(world: Callable[..., World], mode: str) -> None:
+    expected = world(slots="4", on="cuda").answer()[0]
+    at = world(slots="4", on="cuda")
+    hints = at.hints(at.tier0(), mode)
+    assert at.answer()[0] == expected
+    hints.close()
+    assert hints.failures == 0
+    assert hints.sent > 0
+    assert sum(layer.all.found for layer in layer_hints(at.rig.ring, at.rig.spec.moe_layers)) > 0
