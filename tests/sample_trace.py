@@ -50,10 +50,14 @@ def _step(ring: StepRing, draw: random.Random, step: int, start: int, rows: int,
                 queue, compute = about(4), about(85)
                 trip = queue + copy_wait + compute + about(48)
                 stamps.call(layer, worker, rows, trip, queue, copy_wait, compute)
+                if layer > 1:
+                    stamps.verified(layer, worker, 3, 0, int(copy_wait > 0), 1, 0, 0)
                 experts = max(experts, trip + about(6))
         else:
             gate, combine = 0, about(70)
         stamps.layer(layer, begun, attention, gate, experts, combine)
+        if layer > 1:
+            stamps.hints(layer, 8, 10, 7, 10, 7, 0, 0, 0, 0)
         heads = about(5) if layer else 0
         stamps.lookahead(layer, heads, about(20) if layer else 0)
         now += attention + gate + experts + combine + heads + about(3)

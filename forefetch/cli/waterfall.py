@@ -196,20 +196,32 @@ def _layers(trace: router_pb2.GetTraceResponse, title: str, step: Step, width: i
     total = {layer.layer: sum(ns for _, ns in _layer_parts(layer)) for layer in step.layers}
     chosen = sorted(total, key=lambda index: total[index], reverse=True)[:most]
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading_text, side in (("layer", "left"), ("at ms", "right"), ("ms", "right"), ("rows", "right"), ("", "left")):
+    headings = [("layer", "left"), ("at ms", "right"), ("ms", "right"), ("rows", "right"), ("", "left")]
+    hinted = any(layer.named for layer in step.layers)
+    if hinted:
+        headings.insert(4, ("hinted", "right"))
+    for heading_text, side in headings:
         table.add_column(heading_text, justify="right" if side == "right" else "left", no_wrap=True)
-    cells = max(width - 50, 16)
+    cells = max(width - 50 - 18 * hinted, 16)
     scale = max(total.values()) or 1
     for layer in step.layers:
         if layer.layer in chosen:
             row = bar(_layer_parts(layer), scale, cells)
-            table.add_row(f"layer {layer.layer}", ms(layer.start_ns), ms(total[layer.layer]), "", row)
+            cell = [Text(f"{layer.found} of {layer.chosen}" if layer.named else "")] if hinted else []
+            table.add_row(f"layer {layer.layer}", ms(layer.start_ns), ms(total[layer.layer]), "", *cell, row)
             for call in layer.calls:
                 worker = trace.workers[call.worker] if call.worker < len(trace.workers) else f"worker {call.worker}"
                 drawn = bar(_call_parts(call, call.round_trip_ns), scale, cells, layer.attention_ns + layer.gate_ns)
-                table.add_row(Text(f"  {worker}", "dim"), "", ms(call.round_trip_ns), str(call.rows), drawn)
+                cell = [_verified(call)] if hinted else []
+                table.add_row(Text(f"  {worker}", "dim"), "", ms(call.round_trip_ns), str(call.rows), *cell, drawn)
     hidden = len(total) - len(chosen)
     return Group(heading, table, *([Text(f"{hidden} faster layers are not shown", "dim")] if hidden else []))
+
+
+def _verified(call: router_pb2.WorkerCall) -> Text:
+    """What a worker had to copy for a call."""
+    counts = (("hit", call.hits, "green"), ("late", call.late, "yellow"), ("miss", call.misses, "red"))
+    return Text(" ").join(Text(f"{count} {name}", colour) for name, count, colour in counts if count)
 
 
 def _layer_parts(layer: router_pb2.LayerTrace) -> list[Segment]:

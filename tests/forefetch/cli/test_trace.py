@@ -42,6 +42,8 @@ def test_a_new_request_in_the_terminal_and_as_a_page(
         "Slowest: token 17",
         "copy wait",
         "10.1.0.4:7101",
+        "7 of 8",
+        "3 hit 1 miss",
     ):
         assert text in out, text
     assert "Where the time went, over 19 tokens" in out
