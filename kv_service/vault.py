@@ -26,7 +26,7 @@ from kv_service.store_room import Limits
 _log = logging.getLogger(__name__)
 PATIENCE_S = 5.0
 """How long a writer waits for room that others are about to give."""
-WRITE_BYTES = 64 << 20
+WRITE_BYTES = 32 << 20
 """Most bytes of blocks in one transaction, unless a single block has more."""
 MAX_ORIGINS = 1024
 """Most descriptions of blocks remembered."""
