@@ -71,7 +71,8 @@ def channel_options() -> Options:
         ("grpc.service_config", _SERVICE_CONFIG),
         # A peer that comes back is found within a second, not within gRPC's two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # The least time that an attempt gets, TLS handshake included; a refused one ends at once all the same.
+        ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         # Each channel has its own connection: a bulk transfer must not queue in front of another channel's small frames.
         ("grpc.use_local_subchannel_pool", 1),
