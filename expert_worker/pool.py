@@ -36,6 +36,7 @@ class Pool:
         w13 = elements[:, :half].view(slots, hidden, 2 * width).transpose(1, 2)
         w2 = elements[:, half : half + width * hidden].view(slots, width, hidden).transpose(1, 2)
         self.weights = SlotWeights(w13, w2)
+        self._elements = [row[: half + width * hidden] for row in elements.unbind()]  # of each slot; made once, they cost time
         self._staging: Tensor | None = None  # on a GPU: where a packed expert arrives before it is unpacked
 
     def put(self, slot: int, w13: Tensor, w2: Tensor) -> None:
@@ -47,6 +48,10 @@ class Pool:
         """Fills a slot from a packed expert in host memory. On a GPU this only launches, on the current stream."""
         if format == self.format:
             self._bring(self.memory[slot], blob)
+            return
+        if not format.quantised and not self.memory.is_cuda:  # the same order, another type: one operation, without the GIL
+            to = self._elements[slot]
+            to.copy_(blob.view(getattr(torch, format.kind))[: to.numel()])
             return
         if self.memory.is_cuda:
             if self._staging is None:

@@ -23,6 +23,9 @@ from forefetch.hints import ExpertHint
 
 log = logging.getLogger("forefetch.expert")
 
+HANDOVER_BYTES = 2**20
+"""Copying less takes about as long as it takes another thread to wake up (some 100 us on a CPU)."""
+
 Wait = Callable[[], None]
 StartCopy = Callable[[int, int], Wait]
 """(slot, expert) -> what waits for the end. On a CPU the copy is over when it returns; on a GPU it was launched."""
@@ -57,6 +60,8 @@ class Residency:
         """copy_ns: time of one copy, to begin with. depth: copies that may be under way at once; 1: calls help copying."""
         self.slots, self.prefetcher = slots, Prefetcher(slots, copy_ns)
         self.start_copy, self.expert_bytes, self.depth = start_copy, expert_bytes, depth
+        # A call copies what it misses by itself where waking the copier would cost more than sharing the work gains.
+        self.alone = depth == 1 and expert_bytes < HANDOVER_BYTES
         self.changed = threading.Condition()
         self.demanded: deque[int] = deque()  # placed, not yet under way
         self.errors: dict[int, Exception] = {}  # demanded, and failed

@@ -30,7 +30,9 @@ Uses = npt.NDArray[np.float64]
 
 def uses_of(counts: Sequence[int], rows: int) -> Uses:
     """How many of CROWD rows would use each expert, at most 1, when `counts` of `rows` rows do."""
-    return np.minimum(1.0, np.array(counts, dtype=np.float64) * (CROWD / max(rows, CROWD)))
+    if rows <= CROWD:
+        return np.ones(len(counts))
+    return np.minimum(1.0, np.array(counts, dtype=np.float64) * (CROWD / rows))
 
 
 class Slots:
@@ -51,6 +53,7 @@ class Slots:
         self.predicted = np.zeros(len(self.layer_of), dtype=bool)  # experts that only a call in need may evict
         self.unused = np.zeros(capacity, dtype=bool)  # came by prefetch and no call has used it
         self.wasted = 0  # experts that left unused
+        self._here = [False] * len(self.layer_of)  # experts whose slot is ready
         self._free = list(range(capacity - 1, -1, -1))
         self._ready = np.zeros(capacity, dtype=bool)
         self._pins = np.zeros(capacity, dtype=np.int64)
@@ -72,7 +75,7 @@ class Slots:
         self._at = layer
 
     def _gap_of(self, probability: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        return self.layers * (1 / np.clip(probability, _LEAST, 1) - 1)
+        return self.layers / np.maximum(probability, _LEAST) - self.layers
 
     def calls_until(self, layer: int, probability: float) -> float:
         """Expected calls until an expert is needed that the next call of `layer` needs with this probability."""
@@ -80,10 +83,13 @@ class Slots:
 
     # ---- where experts are ----
 
+    def touch(self, experts: Sequence[int]) -> None:
+        """A call uses these ready experts: whoever brought them did not do so in vain."""
+        self.unused[self._slots(experts)] = False
+
     def is_ready(self, expert: int) -> bool:
         """Whether it can be used."""
-        slot = self.slot_of[expert]
-        return slot != NOWHERE and bool(self._ready[slot])
+        return self._here[expert]
 
     def ready(self, layer: int) -> list[int]:
         """The layer's experts that can be used, ascending."""
@@ -119,13 +125,14 @@ class Slots:
     def _evict(self, slot: int) -> None:
         self.wasted += int(self.unused[slot])
         expert = int(self.expert_in[slot])
+        self._here[expert] = False
         self._count[self.layer_of[expert]] -= 1
         self.slot_of[expert] = NOWHERE
 
     def filled(self, expert: int, prefetched: bool = False) -> None:
         """Its bytes are in its slot."""
         slot = self.slot_of[expert]
-        self._ready[slot], self.unused[slot] = True, prefetched
+        self._ready[slot], self.unused[slot], self._here[expert] = True, prefetched, True
 
     def drop(self, expert: int) -> None:
         """Empties an unpinned expert's slot, filled or not."""
@@ -140,12 +147,13 @@ class Slots:
         self._pins[self.slot_of[expert]] = 0
         self.drop(expert)
 
+    def _slots(self, experts: Sequence[int]) -> Ints:
+        return np.array([self.slot_of[expert] for expert in experts], dtype=np.int64)
+
     def pin(self, experts: Sequence[int]) -> None:
-        """Keeps placed experts where they are until as many `unpin`s."""
-        for expert in experts:
-            self._pins[self.slot_of[expert]] += 1
+        """Keeps placed experts, all different, where they are until as many `unpin`s."""
+        self._pins[self._slots(experts)] += 1
 
     def unpin(self, experts: Sequence[int]) -> None:
         """Takes back one `pin` of each."""
-        for expert in experts:
-            self._pins[self.slot_of[expert]] -= 1
+        self._pins[self._slots(experts)] -= 1

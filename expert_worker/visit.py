@@ -25,6 +25,7 @@ class Visit:
         self._pinned: list[int] = []
         self._missing: list[int] = []  # not placed yet, in order
         self._coming: list[int] = []  # placed, pinned, not there yet
+        self._brought = 0  # placed by this wave
         self._found = 0, 0, 0, 0
 
     def __enter__(self) -> Visit:
@@ -38,8 +39,7 @@ class Visit:
             absent = [expert for expert in experts if not slots.is_ready(expert)]
             slots.pin(self._ready)
             self._pinned = list(self._ready)
-            for expert in self._ready:
-                slots.unused[slots.slot_of[expert]] = False
+            slots.touch(self._ready)
             flying = [expert for expert in absent if slots.slot_of[expert] != NOWHERE]
             self._follow(flying)
             self._missing = [expert for expert in absent if slots.slot_of[expert] == NOWHERE]
@@ -54,8 +54,14 @@ class Visit:
 
     def waves(self) -> Iterator[list[int]]:
         """Experts that are in their slots now: run all of them, then ask for more. Names each expert once. CopyFailed."""
-        if self._ready:
-            yield self._ready
+        first = self._ready
+        if self._residency.alone and (self._coming or self._missing):
+            began = perf_counter_ns()
+            with self._residency.changed:
+                first = first + self._fetch()
+            self.stall_ns += perf_counter_ns() - began
+        if first:
+            yield first
         while self._coming or self._missing:
             began = perf_counter_ns()
             with self._residency.changed:
@@ -64,25 +70,36 @@ class Visit:
             self.stall_ns += perf_counter_ns() - began
             yield arrived
 
+    def _fetch(self) -> list[int]:
+        """Copies in this thread whatever finds room, so that everything can run at once."""
+        found: list[int] = []
+        while self._coming or self._missing:
+            self._refill()
+            if not self._coming:
+                break
+            found += self._await()
+        return found
+
     def _release(self) -> None:
         """The wave before has run."""
         still = set(self._coming)
         self._slots.unpin([expert for expert in self._pinned if expert not in still])
-        self._pinned = list(self._coming)
+        self._pinned, self._brought = list(self._coming), len(self._coming)
 
     def _await(self) -> list[int]:
         """Waits until something that comes is there, helping where that is possible; returns all that is."""
         residency, slots = self._residency, self._slots
         while True:
             self._refill()
-            for expert in self._coming:
+            while residency.alone and residency.copy_demanded():
+                pass
+            for expert in self._coming if residency.errors else ():
                 if expert in residency.errors:
                     raise CopyFailed("an expert could not be copied into fast memory") from residency.errors[expert]
             arrived = [expert for expert in self._coming if slots.is_ready(expert)]
             if arrived:
                 self._coming = [expert for expert in self._coming if expert not in arrived]
-                for expert in arrived:
-                    slots.unused[slots.slot_of[expert]] = False
+                slots.touch(arrived)
                 return arrived
             if not residency.copy_demanded():
                 if not self._coming and not residency.flying:
@@ -92,21 +109,23 @@ class Visit:
     def _refill(self) -> None:
         """Demands as many of the missing as the window has room for."""
         residency = self._residency
-        lost = [expert for expert in self._coming if self._slots.slot_of[expert] == NOWHERE and expert not in residency.errors]
+        slot_of = self._slots.slot_of
+        lost = [expert for expert in self._coming if slot_of[expert] == NOWHERE and expert not in residency.errors]
         if lost:  # a prefetch that failed under way: now it is a matter of this call
             self._coming = [expert for expert in self._coming if expert not in lost]
             self._pinned = [expert for expert in self._pinned if expert not in lost]
             self._missing = lost + self._missing
         placed: list[int] = []
-        while self._missing and len(self._coming) + len(placed) < self._slots.window:
+        while self._missing and self._brought < self._slots.window:
             on_its_way = self._slots.slot_of[self._missing[0]] != NOWHERE  # a hint for another step was quicker
             if not on_its_way and not residency.demand(self._missing[0]):
                 break
             self._slots.pin(self._missing[:1])
             placed.append(self._missing.pop(0))
+            self._brought += 1
         self._coming += placed
         self._pinned += placed
-        if placed:
+        if placed and not residency.alone:
             residency.changed.notify_all()
 
     def _follow(self, flying: list[int]) -> None:
