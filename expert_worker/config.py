@@ -51,6 +51,13 @@ class ExpertConfig(ServiceConfig):
         Slots hold the compute type in any case.""",
         choices=("stored", "int8", "int4"),
     )
+    miss: str = setting(
+        "wait",
+        """How a GPU's worker evaluates an expert that is in no slot. wait: once its copy has come, so that answers repeat bit
+        for bit. cpu: on the CPU, from host memory. auto: whichever ends sooner by measured times. The weights are the same, but
+        sums are formed in another order, so near-ties of the last two may fall either way. Without effect on CPUs.""",
+        choices=("wait", "cpu", "auto"),
+    )
     cache_dir: str = setting(
         "~/.cache/forefetch",
         """Folder that keeps experts converted to --experts int8 or int4, named by what they were made from; none: convert at

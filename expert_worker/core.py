@@ -7,11 +7,11 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from pathlib import Path
 from time import perf_counter_ns
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +27,11 @@ from forefetch.errors import ConfigError, ForefetchError
 from forefetch.frames import FrameBuffer
 from forefetch.hints import ExpertHint
 from forefetch.kernels.grouped_mlp.formats import Kind
-from forefetch.placement import shard_of
+from forefetch.placement import Shard, shard_of
 from forefetch.spec import ModelSpec
 from forefetch.synthetic import open_model
 from forefetch.version import VERSION
+from forefetch.weights import Checkpoint
 from forefetch.wire import Verified
 
 log = logging.getLogger("forefetch.expert")
@@ -204,19 +205,15 @@ def load(config: ExpertConfig, on_progress: Callable[[int, int], None] = lambda 
     device, dtype = place(config.device, config.dtype, spec.dtype)
     held = _held(config, spec)
     total = sum(map(len, held.values()))
-    storage = Storage(config.slot_count(total), config.expert_format, config.cache_folder, config.check_copies)
-    _check_slots(config, spec, held, storage.slots)
+    slots = config.slot_count(total)
+    _check_slots(config, spec, held, slots)
+    storage = Storage(slots, config.expert_format, config.cache_folder, config.max_rows, config.miss, config.check_copies)
+    how = {"device": device, "dtype": dtype, "on_progress": on_progress}
     experts: Evaluator
-    uniform = len(set(held.values())) == 1
-    if device.type == "cuda" and storage.slots == total and uniform and _has_kernels(spec):
-        from expert_worker.packed import PackedExperts, packed_format
-
-        kind = cast(Kind, str(dtype).removeprefix("torch.") if config.experts == "stored" else config.experts)
-        how = {"device": device, "dtype": dtype, "max_rows": config.max_rows, "on_progress": on_progress}
-        shard = held[spec.moe_layers[0]]
-        experts = PackedExperts(spec, checkpoint, shard, packed_format(spec, kind, dtype, device), **how)  # type: ignore[arg-type]
+    if device.type == "cuda" and _has_kernels(spec):
+        experts = _on_gpu(config, spec, checkpoint, held, storage, how)
     else:
-        experts = Experts(spec, checkpoint, held, storage, device=device, dtype=dtype, on_progress=on_progress)
+        experts = Experts(spec, checkpoint, held, storage, **how)  # type: ignore[arg-type]
     info = WorkerInfo(
         model_digest=checkpoint.digest,
         model=spec.name,
@@ -232,6 +229,22 @@ def load(config: ExpertConfig, on_progress: Callable[[int, int], None] = lambda 
         shm_domain=shm.domain(),
     )
     return Core(info, experts)
+
+
+def _on_gpu(
+    config: ExpertConfig, spec: ModelSpec, checkpoint: Checkpoint, held: Shard, storage: Storage, how: dict[str, Any]
+) -> Evaluator:
+    """Experts packed in the GPU's memory: all of them, or in slots."""
+    from expert_worker.packed import PackedExperts, packed_format
+    from expert_worker.packed_slots import SlottedExperts
+
+    kind = cast(Kind, str(how["dtype"]).removeprefix("torch.") if config.experts == "stored" else config.experts)
+    format = packed_format(spec, kind, how["dtype"], how["device"])
+    if storage.slots == sum(map(len, held.values())):
+        if len(set(held.values())) > 1:  # a placement with another set in every layer
+            return Experts(spec, checkpoint, held, storage, **how)
+        return PackedExperts(spec, checkpoint, held[spec.moe_layers[0]], format, max_rows=config.max_rows, **how)
+    return SlottedExperts(spec, checkpoint, held, replace(storage, format=format), **how)
 
 
 def _held(config: ExpertConfig, spec: ModelSpec) -> dict[int, tuple[int, ...]]:

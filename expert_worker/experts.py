@@ -40,6 +40,8 @@ class Storage:
     slots: int
     format: ExpertFormat | None = None
     cache: Path | None = None  # where converted experts are kept on disk
+    max_rows: int = 0  # most rows of a call, for what allocates by it
+    miss: str = "wait"  # see --miss
     check_copies: bool = False  # compare each filled slot with host memory: slow, for debugging
 
 
@@ -73,7 +75,7 @@ class Experts:
         self.load = np.zeros(total, dtype=np.int64)  # pairs evaluated, by number
         self._device, count = device, min(storage.slots, total)
         self._check = storage.check_copies
-        self.pool = Pool(count, spec.hidden_size, spec.expert_width, dtype, device)
+        self.pool = self._pool(count, spec, storage, dtype)
         self.host: Host | None = None
         self.residency: Residency | None = None
         shard = Shard(spec, checkpoint, self.members)
@@ -92,14 +94,16 @@ class Experts:
         self.host, self.residency = host, self._manage(host, Slots(count, sizes, min(spec.top_k, max(sizes))))
         weakref.finalize(self, self.residency.close)
 
+    def _pool(self, count: int, spec: ModelSpec, storage: Storage, dtype: torch.dtype) -> Pool:
+        return Pool(count, spec.hidden_size, spec.expert_width, dtype, self._device)
+
     def _manage(self, host: Host, slots: Slots) -> Residency:
         """Times a copy first: hints are admitted by what copies can bring in time."""
-        lane = _Lane(self.pool, host, self._check)
+        self.lane = lane = Lane(self.pool, host, self._check)
         for slot in (0, 0):  # the first one wakes up libraries
             began = perf_counter_ns()
             lane.start(slot, 0)()
             copy_ns = perf_counter_ns() - began
-        self._lane = lane
         depth = _GPU_DEPTH if self._device.type == "cuda" else 1
         return Residency(slots, lane.start, expert_bytes=host.stride, copy_ns=copy_ns, depth=depth)
 
@@ -126,6 +130,10 @@ class Experts:
             raise BadRequest("layer", f"layer {call.layer} has no routed experts")
         pairs = self._sort(call, layer)
         self.load[pairs.experts] += np.array(pairs.counts, dtype=np.int64)
+        return self._evaluate(call, layer, pairs, out, source)
+
+    def _evaluate(self, call: LayerCall, layer: int, pairs: Pairs, out: Tensor, source: str) -> tuple[int, Verified]:
+        """`forward` for pairs that make sense; layer: its place."""
         evaluation = Evaluation(call.x.to(self._device, non_blocking=True), pairs, self.pool.weights)
         waited, verified = 0, Verified(resident=len(pairs.experts))
         if self.residency is None:
@@ -145,7 +153,7 @@ class Experts:
         for wave in visit.waves():
             slots = [slot_of[expert] for expert in wave]
             evaluation.run([group_of[expert] for expert in wave], slots)
-            self._lane.used(slots)
+            self.lane.used(slots)
 
     def _sort(self, call: LayerCall, layer: int) -> Pairs:
         """The call's pairs, experts as numbers. BadRequest for values that make no sense."""
@@ -184,7 +192,7 @@ class Experts:
             return [self.members[number][1] for number in self.residency.slots.ready(place)]
 
 
-class _Lane:
+class Lane:
     """How an expert gets into a slot: in this thread on a CPU, on a stream beside the computation on a GPU."""
 
     def __init__(self, pool: Pool, host: Host, check: bool) -> None:

@@ -116,32 +116,11 @@ class PackedExperts:
         """Fills out [N, H], which may lie on the host. Nothing is ever copied: everything is resident."""
         if call.layer not in self.layers:
             raise BadRequest("layer", f"layer {call.layer} has no routed experts")
-        ids, weights = self._dense(call)
+        ids, weights = dense(call, self.held, self.spec.top_k)
         device = self._pool.device
         rows = self.run(call.layer, call.x.to(device), ids.to(device), weights.to(device))
         out.copy_(rows)
         return 0, Verified(resident=len(np.unique(call.pair_expert.numpy())))
-
-    def _dense(self, call: LayerCall) -> tuple[Tensor, Tensor]:
-        """A call's pairs -> ids int32, weights [N, K]; places without a pair have id -1. BadRequest for what makes no sense."""
-        row, expert, rows = call.pair_row.numpy(), call.pair_expert.numpy(), len(call.x)
-        if row.size and row.view(np.uint32).max() >= rows:  # as unsigned, a negative index is too large as well
-            raise BadRequest("pair_row", f"a row index is outside 0..{rows - 1}")
-        if not np.isfinite(call.pair_weight.numpy()).all():
-            raise BadRequest("pair_weight", "a gate weight is not finite")
-        missing = np.setdiff1d(expert, self.held)
-        if missing.size:
-            raise BadRequest("pair_expert", f"expert {missing[0]} of layer {call.layer} is not held by this worker")
-        order = np.argsort(row, kind="stable")
-        counts = np.bincount(row, minlength=rows)
-        if counts.max(initial=0) > self.spec.top_k:
-            raise BadRequest("pair_row", f"a row names {counts.max()} experts; the model chooses {self.spec.top_k}")
-        column = np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)
-        ids = np.full((rows, self.spec.top_k), -1, dtype=np.int32)
-        weights = np.zeros((rows, self.spec.top_k), dtype=np.float32)
-        ids[row[order], column] = expert[order]
-        weights[row[order], column] = call.pair_weight.numpy()[order]
-        return torch.from_numpy(ids), torch.from_numpy(weights)
 
     def hint(self, hint: ExpertHint, source: str = "") -> bool:
         """Whether the hint is about experts held here; there is nothing to fetch."""
@@ -150,3 +129,25 @@ class PackedExperts:
     def resident(self, layer: int) -> list[int]:
         """All of them; none for a layer without routed experts."""
         return list(self.held) if layer in self.layers else []
+
+
+def dense(call: LayerCall, held: Sequence[int], top_k: int) -> tuple[Tensor, Tensor]:
+    """A call's pairs -> ids int32, weights [N, K]; places without a pair have id -1. BadRequest for what makes no sense."""
+    row, expert, rows = call.pair_row.numpy(), call.pair_expert.numpy(), len(call.x)
+    if row.size and row.view(np.uint32).max() >= rows:  # as unsigned, a negative index is too large as well
+        raise BadRequest("pair_row", f"a row index is outside 0..{rows - 1}")
+    if not np.isfinite(call.pair_weight.numpy()).all():
+        raise BadRequest("pair_weight", "a gate weight is not finite")
+    missing = np.setdiff1d(expert, held)
+    if missing.size:
+        raise BadRequest("pair_expert", f"expert {missing[0]} of layer {call.layer} is not held by this worker")
+    order = np.argsort(row, kind="stable")
+    counts = np.bincount(row, minlength=rows)
+    if counts.max(initial=0) > top_k:
+        raise BadRequest("pair_row", f"a row names {counts.max()} experts; the model chooses {top_k}")
+    column = np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    ids = np.full((rows, top_k), -1, dtype=np.int32)
+    weights = np.zeros((rows, top_k), dtype=np.float32)
+    ids[row[order], column] = expert[order]
+    weights[row[order], column] = call.pair_weight.numpy()[order]
+    return torch.from_numpy(ids), torch.from_numpy(weights)

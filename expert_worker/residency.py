@@ -64,6 +64,7 @@ class Residency:
         self.alone = depth == 1 and expert_bytes < HANDOVER_BYTES
         self.changed = threading.Condition()
         self.demanded: deque[int] = deque()  # placed, not yet under way
+        self.later: list[int] = []  # computed elsewhere: to be brought in when nothing else is to do, if that is worth it
         self.errors: dict[int, Exception] = {}  # demanded, and failed
         self.copied = Copied()
         self.flying = 0  # copies that the copier has under way
@@ -167,6 +168,12 @@ class Residency:
             if self.slots.place(wish.expert, unless=until) != NOWHERE:
                 self.flying += 1
                 return wish.expert, True
+        while self.later:
+            expert = self.later.pop()
+            until = self.slots.expected(expert)
+            if self.slots.slot_of[expert] == NOWHERE and self.slots.place(expert, unless=until) != NOWHERE:
+                self.flying += 1
+                return expert, False
         return None
 
     def _ended(self, copy: Copy, error: Exception | None) -> None:

@@ -81,6 +81,10 @@ class Slots:
         """Expected calls until an expert is needed that the next call of `layer` needs with this probability."""
         return float((layer - self._at - 1) % self.layers + 1 + self._gap_of(np.array(probability)))
 
+    def expected(self, expert: int) -> float:
+        """Expected calls until an expert is needed."""
+        return float((self.layer_of[expert] - self._at - 1) % self.layers + 1 + self._gap[expert])
+
     # ---- where experts are ----
 
     def touch(self, experts: Sequence[int]) -> None:

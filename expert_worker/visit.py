@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter_ns
 from types import TracebackType
 
@@ -13,13 +13,20 @@ from expert_worker.residency import CopyFailed, Residency
 from expert_worker.slots import NOWHERE, Uses
 from forefetch.wire import Verified
 
+Elsewhere = Callable[[list[int], int], list[int]]
+"""(missing experts, copies under way) -> which of the missing need not come."""
+
 
 class Visit:
     """A context that holds the experts of one call where they are, wave by wave."""
 
-    def __init__(self, residency: Residency, key: Key, experts: Sequence[int], uses: Uses) -> None:
-        """experts: distinct numbers of one layer. uses: see Slots.used."""
+    def __init__(
+        self, residency: Residency, key: Key, experts: Sequence[int], uses: Uses, elsewhere: Elsewhere | None = None
+    ) -> None:
+        """experts: distinct numbers of one layer. uses: see Slots.used. elsewhere: see `Elsewhere`."""
         self.stall_ns = 0
+        self.elsewhere: list[int] = []  # those that the caller computes by itself
+        self._choose = elsewhere
         self._residency, self._slots = residency, residency.slots
         self._key, self._experts, self._uses = key, list(experts), uses
         self._pinned: list[int] = []
@@ -43,6 +50,9 @@ class Visit:
             flying = [expert for expert in absent if slots.slot_of[expert] != NOWHERE]
             self._follow(flying)
             self._missing = [expert for expert in absent if slots.slot_of[expert] == NOWHERE]
+            if self._choose is not None and self._missing:
+                self.elsewhere = self._choose(self._missing, len(flying) + residency.flying)
+                self._missing = [expert for expert in self._missing if expert not in self.elsewhere]
             self._refill()
         hits, late = (sum(expert in hinted for expert in group) for group in (self._ready, absent))
         self._found = hits, late, len(absent) - late, len(self._ready) - hits
@@ -69,6 +79,17 @@ class Visit:
                 arrived = self._await()
             self.stall_ns += perf_counter_ns() - began
             yield arrived
+
+    def gather(self) -> bool:
+        """Waits until all experts are in their slots at once; False when they do not fit. CopyFailed."""
+        began = perf_counter_ns()
+        with self._residency.changed:
+            while (self._coming or self._missing) and (self._fetch() or self._residency.flying):
+                self._brought = 0
+                if not self._coming and self._missing:
+                    self._residency.changed.wait(0.001)  # until a prefetch under way has become something to evict
+        self.stall_ns += perf_counter_ns() - began
+        return not self._coming and not self._missing
 
     def _fetch(self) -> list[int]:
         """Copies in this thread whatever finds room, so that everything can run at once."""
@@ -141,3 +162,6 @@ class Visit:
             self._slots.unpin([expert for expert in self._pinned if self._slots.slot_of[expert] != NOWHERE])
             residency.withdraw()
             residency.errors.clear()
+            if self.elsewhere:
+                residency.later = [*residency.later, *self.elsewhere][-self._slots.capacity :]
+                residency.changed.notify_all()
