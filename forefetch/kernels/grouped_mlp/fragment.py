@@ -1,20 +1,23 @@
-"""Launches for int4 experts in fragment order: `direct` for a few tokens, `persistent` for more."""
+"""Launches for int4 experts in fragment order: `direct` for a few tokens, `persistent` for a batch, `tiled` for prompts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from forefetch.kernels.grouped_mlp import direct, mma, moe, persistent
+from forefetch.kernels.grouped_mlp import direct, moe, persistent, tiled
 
 DIRECT_TOKENS = 4  # up to here a unit of one pair is faster than finding out who shares an expert
+PERSISTENT_TOKENS = 256  # beyond, units of more than eight pairs read the weights fewer times
+_SUM_TOKENS = 2  # up to here a program may take all experts of a token: there are no more programs than an H200 has room for
 _DIRECT_BYTES = 64 * 1024  # of a program's shared memory, so that three or more fit an SM
+_SUM_BYTES = 110 * 1024  # of one that takes all experts
 _REGISTERS = 65536  # of an SM, on every GPU since 2012
-_UNIT = 8  # columns of the tensor core
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,7 @@ class Tuning:
 
     programs: int = 16  # per SM
     stages: int = 3  # of the ring, 2 KB each
+    short: bool = False  # chains of mma
     registers: int = 112  # cap per thread; without one, not all programs may be resident
     pdl_route: bool = True  # routing as a programmatic dependent of what comes before
     pdl_experts: bool = True  # the experts of the routing
@@ -47,10 +51,11 @@ def run(
     if pool.stride(0) % 2048 or x.stride(0) % 8 or x.data_ptr() % 16:
         raise ValueError("fragment order needs slots at multiples of 2048 bytes and rows of x at multiples of 16")
     if len(x) <= DIRECT_TOKENS and _fits_direct(scratch):
-        _direct(x, ids, weights, logits, renormalise, pool, slot_of, scratch)
-        moe.combine(weights, out, scratch, _has_pdl(x.device))
-    else:
+        _direct(x, ids, weights, logits, renormalise, pool, slot_of, out, scratch)
+    elif len(x) <= PERSISTENT_TOKENS:
         _persistent(x, ids, weights, logits, renormalise, pool, slot_of, out, scratch)
+    else:
+        _tiled(x, ids, weights, logits, renormalise, pool, slot_of, out, scratch)
 
 
 def _fits_direct(scratch: moe.MoeScratch) -> bool:
@@ -65,6 +70,7 @@ def _direct(
     renormalise: bool,
     pool: Tensor,
     slot_of: Tensor,
+    out: Tensor,
     scratch: moe.MoeScratch,
 ) -> None:
     hidden, width, experts, top_k = scratch.hidden, scratch.width, scratch.experts, scratch.top_k
@@ -75,21 +81,39 @@ def _direct(
         chosen = ids[: len(x) * top_k].view(shape), weights[: len(x) * top_k].view(shape)
         choose_into(logits, *chosen, "softmax_topk", renormalise)
         logits = None
-    words, halves = pool.view(torch.int32), pool.view(torch.float16)
-    pdl = _has_pdl(x.device)
-    for gate in (True, False):
-        steps = (hidden if gate else width) // 128
+    routed = (ids, weights, ids if logits is None else logits, slot_of, pool.view(torch.int32), pool.view(torch.float16))
+    stride, pdl, group = pool.stride(0) // 2048, _has_pdl(x.device), scratch.format.group
+    choice = {"CHOOSE": logits is not None, "RENORMALISE": renormalise, "PDL": pdl}
+    launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+
+    def product(gate: bool) -> None:
+        steps, tiles = (hidden // 128, width // 16) if gate else (width // 128, hidden // 32)
         warps = next(n for n in ((4, 2, 1) if gate else (2, 1)) if steps % n == 0)
-        direct.product[(len(x) * top_k * (width // 16 if gate else hidden // 32),)](
-            x.view(torch.int32) if gate else scratch.h.view(torch.int32),
-            *(ids, weights, ids if logits is None else logits, slot_of, words, halves, scratch.h if gate else scratch.y),
-            *(scratch.live, _constants(x.device), pool.stride(0) // 2048, x.stride(0) // 2),
+        direct.product[(len(x) * top_k * tiles,)](
+            *((x if gate else scratch.h).view(torch.int32), *routed, scratch.h if gate else scratch.y),
+            *(scratch.live, _constants(x.device), stride, x.stride(0) // 2),
             *(hidden, width, experts, top_k, gate, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16),
-            *(logits is not None, renormalise, pdl),
-            **direct.layouts(warps, scratch.format.group, experts),
+            **choice,
+            **direct.layouts(warps, group, experts),
             num_warps=warps,
-            **({"launch_pdl": True} if pdl else {}),
+            **launch,
         )
+
+    product(gate=True)
+    split = 2 if width % 256 == 0 else 1
+    warps = top_k * split
+    if len(x) <= _SUM_TOKENS and warps in {1, 2, 4, 8, 16} and width // 128 * 2176 * top_k <= _SUM_BYTES:
+        direct.down_sum[(len(x) * hidden // 32,)](
+            *(scratch.h.view(torch.int32), *routed, out, _constants(x.device), stride, out.stride(0)),
+            *(hidden, width, experts, top_k, split),
+            **choice,
+            **direct.layouts(warps, group, experts),
+            num_warps=warps,
+            **launch,
+        )
+    else:
+        product(gate=False)
+        moe.combine(weights, out, scratch, pdl)
 
 
 def _persistent(
@@ -105,20 +129,55 @@ def _persistent(
     tuning: Tuning = TUNING,
 ) -> None:
     pdl = _has_pdl(x.device)
-    moe.route(x, ids, weights, logits, renormalise, slot_of, scratch, _UNIT, convert=True, pdl=pdl and tuning.pdl_route)
+    moe.place(x, ids, weights, logits, renormalise, slot_of, scratch, convert=True, pdl=pdl and tuning.pdl_route)
     words, halves, h = pool.view(torch.int32), pool.view(torch.float16), scratch.h
-    # With more pairs the units are formed by a launch that knows nothing of dependents.
     early = pdl and tuning.pdl_experts
     persistent.experts[(_programs(x.device, tuning),)](
-        *(scratch.x_half.view(torch.int32), words, halves, scratch.records, scratch.totals, h.view(torch.int32), h, scratch.y),
-        *(scratch.ready, scratch.fault, _constants(x.device), pool.stride(0) // 2048),
-        *(scratch.hidden, scratch.width, scratch.top_k, tuning.stages, early),
-        **mma.layouts(1, scratch.format.group),
+        *(scratch.x_half.view(torch.int32), words, halves, slot_of, scratch.counts, scratch.table, h.view(torch.int32), h),
+        *(scratch.y, scratch.ready, scratch.fault, _constants(x.device), scratch.tokens, pool.stride(0) // 2048),
+        *(scratch.hidden, scratch.width, scratch.experts, scratch.top_k, tuning.stages, tuning.short, early),
+        **persistent.layouts(scratch.format.group, scratch.experts),
         num_warps=1,
         maxnreg=tuning.registers,
         **({"launch_pdl": True} if early else {}),
     )
     moe.combine(weights, out, scratch, pdl and tuning.pdl_combine)
+
+
+def _tiled(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    logits: Tensor | None,
+    renormalise: bool,
+    pool: Tensor,
+    slot_of: Tensor,
+    out: Tensor,
+    scratch: moe.MoeScratch,
+) -> None:
+    hidden, width, experts = scratch.hidden, scratch.width, scratch.experts
+    pairs = len(x) * scratch.top_k
+    size = moe.unit_size(pairs, experts)
+    moe.place(x, ids, weights, logits, renormalise, slot_of, scratch, convert=True)
+    where = pool.view(torch.int32), pool.view(torch.float16), slot_of, scratch.counts, scratch.table
+    sizes = {"E": experts, "EP": len(scratch.counts), "H": hidden, "W": width, "M": size, "GROUP": scratch.format.group}
+    options = {"num_warps": 8, "num_stages": 3}
+    most = moe.units(pairs, experts, size)
+    tiles = 4 if width % 64 == 0 else 2  # of 32 rows, of which gate/up has width / 16
+    tiled.gate_up[(most * (width // 16 // tiles),)](
+        *(scratch.x_half, *where, scratch.h, scratch.tokens, pool.stride(0) // 2048),
+        **sizes,
+        K=scratch.top_k,
+        TILES=tiles,
+        **options,
+    )
+    tiled.down[(most * (hidden // 128),)](
+        *(scratch.h, *where, scratch.y, scratch.tokens, pool.stride(0) // 2048),
+        **sizes,
+        TILES=4,
+        **options,
+    )
+    moe.combine(weights, out, scratch)
 
 
 @cache

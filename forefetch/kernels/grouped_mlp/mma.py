@@ -96,33 +96,38 @@ def offset(constants, WARPS: gl.constexpr, GROUP: gl.constexpr, A: gl.constexpr)
 
 
 @gluon.jit
-def scaled(low, high, words, x, scales, eights, WARPS: gl.constexpr, GROUP: gl.constexpr, MMA: gl.constexpr,
-           WORDS: gl.constexpr, A: gl.constexpr, B: gl.constexpr):  # fmt: skip
-    """low, high [16 W, 8] += scale * (weights of the step @ x), for rows 0-15 and 16-31."""
+def scaled(low, high, words, x, scales, eights, SHORT: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr,
+           MMA: gl.constexpr, WORDS: gl.constexpr, A: gl.constexpr, B: gl.constexpr):  # fmt: skip
+    """low, high [16 W, 8] += scale * (weights of the step @ x), for rows 0-15 and 16-31. SHORT: see `_group`."""
     a_low, a_high = unpack(words, WARPS, WORDS, A)
-    zero = gl.zeros([16 * WARPS, 8], gl.float32, MMA)
     if GROUP == 128:
-        start = mma_v2(eights, x, zero)
-        scale_low, scale_high = _columns(gl.reshape(scales, (WARPS, 8, 2, 2)), WARPS, MMA)
-        low += mma_v2(a_low, x, start) * scale_low
-        high += mma_v2(a_high, x, start) * scale_high
+        low, high = _group(low, high, a_low, a_high, x, gl.reshape(scales, (WARPS, 8, 2, 2)), eights, SHORT, WARPS, MMA, B)
     else:
-        by_half = gl.permute(gl.reshape(scales, (WARPS, 8, 2, 2, 2)), (0, 1, 3, 4, 2))  # k6 last
-        scale_0, scale_1 = gl.split(by_half)
+        scale_0, scale_1 = gl.split(gl.permute(gl.reshape(scales, (WARPS, 8, 2, 2, 2)), (0, 1, 3, 4, 2)))  # k6 last
         low_0, low_1 = _halves(a_low, WARPS, A)
         high_0, high_1 = _halves(a_high, WARPS, A)
         x_0, x_1 = gl.split(gl.permute(gl.reshape(x, (2, 64, 8)), (1, 2, 0)))
-        low, high = _half(low, high, low_0, high_0, x_0, scale_0, eights, zero, WARPS, MMA, B)
-        low, high = _half(low, high, low_1, high_1, x_1, scale_1, eights, zero, WARPS, MMA, B)
+        low, high = _group(low, high, low_0, high_0, x_0, scale_0, eights, SHORT, WARPS, MMA, B)
+        low, high = _group(low, high, low_1, high_1, x_1, scale_1, eights, SHORT, WARPS, MMA, B)
     return low, high
 
 
 @gluon.jit
-def _half(low, high, a_low, a_high, x, scales, eights, zero, WARPS: gl.constexpr, MMA: gl.constexpr, B: gl.constexpr):
+def _group(low, high, a_low, a_high, x, scales, eights, SHORT: gl.constexpr, WARPS: gl.constexpr, MMA: gl.constexpr,
+           B: gl.constexpr):  # fmt: skip
+    """One group's products. SHORT adds the codes' offset afterwards: three short chains of mma where few warps could hide
+    a long one, for eight more additions."""
     x = gl.convert_layout(x, B, assert_trivial=True)
+    zero = gl.zeros([16 * WARPS, 8], gl.float32, MMA)
     start = mma_v2(eights, x, zero)
     scale_low, scale_high = _columns(scales, WARPS, MMA)
-    return low + mma_v2(a_low, x, start) * scale_low, high + mma_v2(a_high, x, start) * scale_high
+    if SHORT:
+        low += (mma_v2(a_low, x, zero) + start) * scale_low
+        high += (mma_v2(a_high, x, zero) + start) * scale_high
+    else:
+        low += mma_v2(a_low, x, start) * scale_low
+        high += mma_v2(a_high, x, start) * scale_high
+    return low, high
 
 
 @gluon.jit

@@ -19,8 +19,7 @@ from forefetch.kernels.grouped_mlp.formats import ExpertFormat, blob_bytes
 Rule = Literal["softmax_topk", "topk_softmax"]
 
 _TYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32, "int8": tl.int8, "int4": tl.int8}
-_FINISH_PAIRS = 1024  # with more pairs, units are formed by a kernel of their own, in parallel
-_BLOCK = 256  # pairs of one of its programs
+_BLOCK = 256  # pairs that one program of the routing takes where x needs no conversion
 
 
 class MoeScratch:
@@ -49,24 +48,22 @@ class MoeScratch:
             raise ValueError(f"{format} multiplies in float16; x of {dtype} would lose more than it should")
         self.tokens, self.top_k, self.experts, self.hidden, self.width = tokens, top_k, experts, hidden, width
         self.format, self.dtype, self.blob_bytes = format, dtype, blob_bytes(hidden, width, format)
-        pairs = tokens * top_k
-        words = max(units(pairs, experts, size) * (int(routing.HEADER) + size) for size in (8, 16, 32, 64, 128))
+        pairs, fragment = tokens * top_k, format.order == "fragment"
+        most = triton.next_power_of_2(units(pairs, experts, 8)) if fragment else 1
 
         def ints(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
         self.ids, self.weights = ints(pairs), torch.empty(pairs, dtype=torch.float32, device=device)
-        fragment = format.order == "fragment"
-        self.counts, self.totals, self.fault = ints(triton.next_power_of_2(experts)), ints(2), ints(1)
-        self.ready = ints(triton.next_power_of_2(units(pairs, experts, 8)) if fragment else 1)
-        self.ranks, self.live, self.records = ints(pairs), ints(pairs), ints(words)
+        self.counts, self.ready, self.fault = ints(triton.next_power_of_2(experts)), ints(most), ints(1)
+        self.live, self.table = ints(pairs), ints(experts * tokens + 128)  # a unit may be read whole where it is not full
         self.x_half = torch.empty(tokens * fragment, hidden, dtype=torch.float16, device=device)
         self.h = torch.empty(pairs, width, dtype=torch.float16 if fragment else dtype, device=device)
         self.y = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
 
     def reset(self) -> None:
         """Zeroes the counters and the fault."""
-        for counter in (self.counts, self.totals, self.ready, self.fault):
+        for counter in (self.counts, self.ready, self.fault):
             counter.zero_()
 
     def check(self) -> None:
@@ -140,7 +137,7 @@ def _run(
     out: Tensor,
     scratch: MoeScratch,
 ) -> None:
-    if scratch.format.order == "natural":
+    if scratch.format.order != "fragment":
         _portable(x, ids, weights, logits, renormalise, pool, slot_of, out, scratch)
     else:
         from forefetch.kernels.grouped_mlp import fragment
@@ -162,17 +159,26 @@ def _portable(
     """Routing, gate/up, down, sum, for natural-order blobs."""
     tokens = len(x)
     size = unit_size(tokens * scratch.top_k, scratch.experts)
-    route(x, ids, weights, logits, renormalise, slot_of, scratch, size)
+    place(x, ids, weights, logits, renormalise, slot_of, scratch)
     hidden, width, form = scratch.hidden, scratch.width, scratch.format
     most = units(tokens * scratch.top_k, scratch.experts, size)
     w13, w2 = 2 * width * hidden * form.bits // 8, width * hidden * form.bits // 8
     scales = w13 + w2
     steps = [form.group_of(n) if form.quantised else (64 if n % 64 == 0 else 32) for n in (hidden, width)]
-    shape = {"H": hidden, "W": width, "M": size, "TYPE": _TYPES[form.kind], "BITS": form.bits}
+    shape = {
+        "E": scratch.experts,
+        "EP": len(scratch.counts),
+        "H": hidden,
+        "W": width,
+        "M": size,
+        "TYPE": _TYPES[form.kind],
+        "BITS": form.bits,
+        "ROWS": form.order == "rows",
+    }
     block = 64 if size <= 64 else 128
     options = {"BN": block, "num_warps": 4 if size <= 32 else 8, "num_stages": 3}
     portable.gate_up[(most * triton.cdiv(width, block),)](
-        *(x, pool, scratch.records, scratch.totals, scratch.h, pool.stride(0), scales, x.stride(0)),
+        *(x, pool, slot_of, scratch.counts, scratch.table, scratch.h, scratch.tokens, pool.stride(0), scales, x.stride(0)),
         **shape,
         K=scratch.top_k,
         STEP=steps[0],
@@ -180,7 +186,7 @@ def _portable(
     )
     scales += 2 * width * hidden // steps[0] * 2
     portable.down[(most * triton.cdiv(hidden, block),)](
-        *(scratch.h, pool, scratch.records, scratch.totals, scratch.y, pool.stride(0), w13, scales),
+        *(scratch.h, pool, slot_of, scratch.counts, scratch.table, scratch.y, scratch.tokens, pool.stride(0), w13, scales),
         **shape,
         STEP=steps[1],
         **options,
@@ -193,7 +199,7 @@ def unit_size(pairs: int, experts: int) -> int:
     return max(16, min(128, 1 << (-(-pairs // experts) - 1).bit_length()))
 
 
-def route(
+def place(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -201,44 +207,42 @@ def route(
     renormalise: bool,
     slot_of: Tensor,
     scratch: MoeScratch,
-    size: int,
     convert: bool = False,
     pdl: bool = False,
 ) -> None:
-    """Launches the routing: units of `size` into scratch, with the choice from `logits` if there are any.
+    """Launches the routing into scratch, with the choice from `logits` if there are any.
 
     convert also leaves x in scratch.x_half. pdl: as a programmatic dependent launch, which lets its own dependents start.
     """
-    tokens, top_k, experts = len(x), scratch.top_k, scratch.experts
-    pairs, padded = tokens * top_k, triton.next_power_of_2(scratch.experts)
-    per_token = convert or logits is not None
-    finish = pairs <= _FINISH_PAIRS
-    block = triton.next_power_of_2(top_k if per_token else min(pairs, _FINISH_PAIRS if finish else _BLOCK))
-    programs = tokens if per_token else triton.cdiv(pairs, block)
-    routing.route[(programs,)](
-        *(x, ids, weights, x if logits is None else logits, slot_of, scratch.x_half, scratch.counts, scratch.ranks),
-        *(scratch.live, scratch.records, scratch.totals, scratch.ready),
-        *(tokens, x.stride(0), 0 if logits is None else logits.stride(0)),
-        *(experts, top_k, padded, size, scratch.hidden, block, triton.next_power_of_2(pairs) if finish else 1),
-        *(len(scratch.ready), logits is not None, renormalise, convert, finish, pdl),
-        num_warps=4,
+    tokens, top_k, hidden = len(x), scratch.top_k, scratch.hidden
+    pairs, per_token = tokens * top_k, convert or logits is not None
+    block = triton.next_power_of_2(top_k if per_token else min(pairs, _BLOCK))
+    routing.place[(tokens if per_token else triton.cdiv(pairs, block),)](
+        *(
+            x,
+            ids,
+            weights,
+            x if logits is None else logits,
+            slot_of,
+            scratch.x_half,
+            scratch.counts,
+            scratch.table,
+            scratch.live,
+        ),
+        *(pairs, scratch.tokens, x.stride(0), 0 if logits is None else logits.stride(0)),
+        *(scratch.experts, top_k, len(scratch.counts), hidden, triton.next_power_of_2(hidden), block),
+        *(logits is not None, renormalise, convert, pdl),
+        num_warps=1,
         **({"launch_pdl": True} if pdl else {}),
     )
-    if not finish:
-        routing.group[(triton.cdiv(pairs, _BLOCK),)](
-            *(ids, slot_of, scratch.counts, scratch.ranks, scratch.live, scratch.records, scratch.totals, pairs),
-            *(experts, padded, size, _BLOCK),
-            num_warps=4,
-        )
-        scratch.counts.zero_()
-        scratch.ready.zero_()
 
 
 def combine(weights: Tensor, out: Tensor, scratch: MoeScratch, pdl: bool = False) -> None:
-    """Launches the weighted sum of scratch.y."""
+    """Launches the weighted sum of scratch.y, which also zeroes the counters."""
     block = min(512, triton.next_power_of_2(scratch.hidden))
     routing.combine[(len(out), triton.cdiv(scratch.hidden, block))](
-        *(scratch.y, weights, scratch.live, out, out.stride(0), scratch.top_k, scratch.hidden, block, pdl),
+        *(scratch.y, weights, scratch.live, out, scratch.counts, scratch.ready, out.stride(0)),
+        *(scratch.top_k, scratch.hidden, block, len(scratch.counts), len(scratch.ready), pdl),
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )

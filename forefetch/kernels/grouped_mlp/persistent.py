@@ -12,176 +12,190 @@ coherent, and an acquire would throw the SM's whole L1 away for each item.
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from forefetch.kernels.grouped_mlp import mma
 
-_WORDS = gl.constexpr(16)  # of a unit's record: HEADER + 8 pairs
 _PATIENCE = gl.constexpr(1 << 21)  # looks at a counter, about a microsecond each
 _WAIT = gl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;")
 
 
-@gluon.jit(do_not_specialize=["stride"])
+def layouts(group: int, experts: int) -> dict[str, Any]:
+    """`mma.layouts` of one warp, and a layout for the experts' counts."""
+    padded = max(32, 1 << (experts - 1).bit_length())
+    counts = gl.BlockedLayout([padded // 32], [32], [1], [0])
+    return {**mma.layouts(1, group), "EXPERTS": counts, "EP": padded}
+
+
+@gluon.jit(do_not_specialize=["stride", "room"])
 def experts(
-    x, pool, pool_half, records, totals, h, h_half, y, ready, fault, constants, stride,
-    H: gl.constexpr, W: gl.constexpr, K: gl.constexpr, D: gl.constexpr, PDL: gl.constexpr,
+    x, pool, pool_half, slot_of, counts, table, h, h_half, y, ready, fault, constants, room, stride,
+    H: gl.constexpr, W: gl.constexpr, E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, SHORT: gl.constexpr, PDL: gl.constexpr,
     WARPS: gl.constexpr, GROUP: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr, WORDS: gl.constexpr,
-    COPY: gl.constexpr, SCALES: gl.constexpr, SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr,
+    COPY: gl.constexpr, SCALES: gl.constexpr, SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr, EXPERTS: gl.constexpr,
+    EP: gl.constexpr,
 ):  # fmt: skip
-    """y [P, H] float32 for each pair. x [T, H / 2], h [P, W / 2] as int32: two prepared halves. stride in 2 KB."""
+    """y [P, H] float32 for each pair. x [T, H / 2] and h [P, W / 2] as int32: two prepared halves. stride in 2 KB."""
+    HALVES: gl.constexpr = 32 * (128 // GROUP)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    words = gl.allocate_shared_memory(gl.int32, [D, 512], plain)
+    scales = gl.allocate_shared_memory(gl.float16, [D, HALVES], plain)
+    eights = mma.offset(constants, WARPS, GROUP, A)
     item = gl.program_id(0)
     if PDL:
         item = gl.inline_asm_elementwise(_WAIT, "=r,r", [item], dtype=gl.int32, is_pure=False, pack=1)
-    units = gl.load(totals)
-    gates = units * (W // 16)
-    items = gates + units * (H // 32)
+    e = gl.arange(0, EP, EXPERTS)
+    units = (gl.load(counts + gl.minimum(e, E - 1)) + 7) // 8
+    units = gl.where(e < E, units, 0)
+    first = gl.associative_scan(units, 0, _add) - units
+    total = gl.sum(units, 0)
+    gates = total * (W // 16)
+    items = gates + total * (H // 32)
     if item < items:
-        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        ring_words = gl.allocate_shared_memory(gl.int32, [D, 512], plain)
-        ring_scales = gl.allocate_shared_memory(gl.float16, [D, 32 * (128 // GROUP)], plain)
-        eights = mma.offset(constants, 1, GROUP, A)
-        cursor = _read(item, items, gates, records, H, W, MMA, INPUTS)
-        words, scales = _weights(item, gates, cursor[0], stride, H, W, GROUP)
-        lane_words = pool + gl.arange(0, 512, COPY)
-        lane_scales = pool_half + gl.arange(0, 32 * (128 // GROUP), SCALE_COPY)
+        lists = (first, slot_of, counts, table, room)
+        ring = (words, scales, pool + gl.arange(0, 512, COPY), pool_half + gl.arange(0, HALVES, SCALE_COPY))
+        here = _read(item, gates, lists, H, W, MMA, INPUTS)
+        at_words, at_scales = _weights(item, gates, here[0], stride, H, W, GROUP)
         for stage in gl.static_range(D - 1):
-            _fetch(ring_words, ring_scales, stage, lane_words, lane_scales, words + stage, scales + stage * (128 // GROUP))
+            _fetch(ring, stage, at_words + stage, at_scales + stage * (128 // GROUP))
             async_copy.commit_group()
-        at = 0
-        item, cursor, words, scales, at = _phase(
-            item, gates, items, cursor, words, scales, at, x, lane_words, lane_scales, records, ready, fault, h_half,
-            ring_words, ring_scales, eights, stride, True, H, W, K, D, GROUP, MMA, A, B, WORDS, SCALES, INPUTS,
-        )  # fmt: skip
-        item, cursor, words, scales, at = _phase(
-            item, gates, items, cursor, words, scales, at, h, lane_words, lane_scales, records, ready, fault, y, ring_words,
-            ring_scales, eights, stride, False, H, W, K, D, GROUP, MMA, A, B, WORDS, SCALES, INPUTS,
-        )  # fmt: skip
+        state = (item, here, at_words, at_scales, 0)
+        state = _phase(state, gates, items, x, h_half, lists, ring, eights, ready, fault, stride,
+                       True, H, W, K, D, SHORT, GROUP, MMA, A, B, WORDS, SCALES, INPUTS)  # fmt: skip
+        state = _phase(state, gates, items, h, y, lists, ring, eights, ready, fault, stride,
+                       False, H, W, K, D, SHORT, GROUP, MMA, A, B, WORDS, SCALES, INPUTS)  # fmt: skip
         async_copy.wait_group(0)
 
 
 @gluon.jit
-def _phase(  # noqa: PLR0915  one loop, which no call may split: Triton would not inline its state
-    item, gates, items, cursor, words, scales, at, source, lane_words, lane_scales, records, ready, fault, to, ring_words,
-    ring_scales, eights, stride, GATE: gl.constexpr, H: gl.constexpr, W: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
-    GROUP: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr,
-    INPUTS: gl.constexpr,
+def _phase(
+    state, gates, items, source, to, lists, ring, eights, ready, fault, stride, GATE: gl.constexpr, H: gl.constexpr,
+    W: gl.constexpr, K: gl.constexpr, D: gl.constexpr, SHORT: gl.constexpr, GROUP: gl.constexpr, MMA: gl.constexpr,
+    A: gl.constexpr, B: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr, INPUTS: gl.constexpr,
 ):  # fmt: skip
-    """A program's items of one product. `cursor` is the record of `item`, whose first D - 1 stages are on their way."""
+    """A program's items of one product, from state = (item, its unit, where its weights are, the ring's place). Its first
+    D - 1 stages are on their way, and those of the item after the last will be, whichever product that belongs to."""
     STEPS: gl.constexpr = (H if GATE else W) // 128
     UNROLL: gl.constexpr = 2 if STEPS % 2 == 0 else 1
+    item, here, at_words, at_scales, at = state
     programs = gl.num_programs(0)
     end = gates if GATE else items
-    row = gl.arange(0, 16, gl.SliceLayout(1, MMA))
-    column = gl.arange(0, 8, gl.SliceLayout(0, MMA))
     if item < end:
-        after = _read(gl.minimum(item + programs, items - 1), items, gates, records, H, W, MMA, INPUTS)
+        after = _read(gl.minimum(item + programs, items - 1), gates, lists, H, W, MMA, INPUTS)
         if not GATE:
-            _await(gl.load(ready + cursor[4], volatile=True), ready + cursor[4], fault, W)
-        base = _inputs_at(cursor, GATE, K, H, W, INPUTS)
-        x = _load(source, base, GATE, INPUTS)
+            _await(gl.load(ready + here[4], volatile=True), ready + here[4], fault, W)
+        rows = _rows(here, GATE, K, H, W, INPUTS)
+        x = _load(source, rows, GATE, INPUTS)
         while item < end:
-            # What the next item needs was loaded an item ago; what the one after needs is asked for now.
+            # What the next item needs was asked for an item ago; now ask for what the one after it needs.
             following = item + programs
             next_words, next_scales = _weights(following, gates, after[0], stride, H, W, GROUP)
-            more = following < items
-            same = following < end
-            later = _read(gl.minimum(following + programs, items - 1), items, gates, records, H, W, MMA, INPUTS)
-            seen = W // 16
-            if not GATE:
-                seen = gl.load(ready + after[4], volatile=True)
-            next_base = _inputs_at(after, GATE, K, H, W, INPUTS)
+            later = _read(gl.minimum(following + programs, items - 1), gates, lists, H, W, MMA, INPUTS)
+            seen = W // 16 if GATE else gl.load(ready + after[4], volatile=True)
+            next_rows = _rows(after, GATE, K, H, W, INPUTS)
             low = gl.zeros([16, 8], gl.float32, MMA)
             high = gl.zeros([16, 8], gl.float32, MMA)
             for outer in range(0, STEPS, UNROLL):
                 for inner in gl.static_range(UNROLL):
                     step = outer + inner
-                    ahead = step + D - 1
                     async_copy.wait_group(D - 2)
-                    current = ring_words.index(at).load(gl.SliceLayout(1, WORDS))
-                    scale = ring_scales.index(at).load(SCALES).to(gl.float32)
-                    behind = gl.where(at == 0, D - 1, at - 1)
+                    current = ring[0].index(at).load(gl.SliceLayout(1, WORDS))
+                    scale = ring[1].index(at).load(SCALES).to(gl.float32)
+                    ahead = step + D - 1
                     inside = ahead < STEPS
-                    if inside | more:
-                        from_words = gl.where(inside, words + ahead, next_words + (ahead - STEPS))
-                        from_scales = gl.where(
-                            inside, scales + ahead * (128 // GROUP), next_scales + (ahead - STEPS) * (128 // GROUP)
+                    if inside | (following < items):
+                        _fetch(
+                            ring,
+                            gl.where(at == 0, D - 1, at - 1),
+                            gl.where(inside, at_words + ahead, next_words + (ahead - STEPS)),
+                            gl.where(
+                                inside, at_scales + ahead * (128 // GROUP), next_scales + (ahead - STEPS) * (128 // GROUP)
+                            ),
                         )
-                        _fetch(ring_words, ring_scales, behind, lane_words, lane_scales, from_words, from_scales)
                     async_copy.commit_group()
-                    last = step == STEPS - 1
-                    if not GATE and inner == UNROLL - 1:
-                        _await(gl.where(last & same, seen, W // 16), ready + after[4], fault, W)
-                    beyond = gl.where(last & same, next_base, base + gl.minimum(step + 1, STEPS - 1))
-                    x_next = _load(source, beyond if inner == UNROLL - 1 else base + (step + 1), GATE, INPUTS)
-                    low, high = mma.scaled(
-                        low, high, current, mma.operand(x, INPUTS, B), scale, eights, 1, GROUP, MMA, WORDS, A, B
-                    )
+                    from_rows = rows + (step + 1)
+                    if inner == UNROLL - 1:
+                        leaving = (step == STEPS - 1) & (following < end)
+                        if not GATE:
+                            _await(gl.where(leaving, seen, W // 16), ready + after[4], fault, W)
+                        from_rows = gl.where(leaving, next_rows, rows + gl.minimum(step + 1, STEPS - 1))
+                    x_next = _load(source, from_rows, GATE, INPUTS)
+                    operand = mma.operand(x, INPUTS, B)
+                    low, high = mma.scaled(low, high, current, operand, scale, eights, SHORT, 1, GROUP, MMA, WORDS, A, B)
                     x = x_next
                     at = gl.where(at == D - 1, 0, at + 1)
-            filled = column < cursor[1]
-            pair = cursor[3]
-            if GATE:
-                tile = item % (W // 16)
-                value = mma.activation(low, high, row)
-                gl.store(to + pair[None, :] * W + (tile * 16 + row)[:, None], value, mask=filled[None, :] & (row[:, None] >= 0))
-                gl.thread_barrier()
-                gl.atomic_add(ready + cursor[4], 1, sem="release", scope="gpu")
-            else:
-                tile = (item - gates) % (H // 32)
-                at_y = to + pair[None, :] * H + (tile * 32 + row)[:, None]
-                mask = filled[None, :] & (row[:, None] >= 0)
-                gl.store(at_y, low * mma.UNSCALE, mask=mask)
-                gl.store(at_y + 16, high * mma.UNSCALE, mask=mask)
-            item = following
-            cursor = after
-            after = later
-            words = next_words
-            scales = next_scales
-            base = next_base
-    return item, cursor, words, scales, at
+            _store(item, gates, here, low, high, to, ready, GATE, H, W, MMA)
+            item, here, after, rows = following, after, later, next_rows
+            at_words, at_scales = next_words, next_scales
+    return item, here, at_words, at_scales, at
 
 
 @gluon.jit
-def _read(item, items, gates, records, H: gl.constexpr, W: gl.constexpr, MMA: gl.constexpr, INPUTS: gl.constexpr):
-    """slot, pairs in the unit, pair of each input row, of each output column, unit, its first pair: raw, nothing waits yet."""
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _read(item, gates, lists, H: gl.constexpr, W: gl.constexpr, MMA: gl.constexpr, INPUTS: gl.constexpr):
+    """An item's slot, pairs left of its expert, pair of each input row, of each output column, unit, first pair: as loaded,
+    so that nothing waits for them yet."""
+    first, slot_of, counts, table, room = lists
     unit = gl.where(item < gates, item // (W // 16), (item - gates) // (H // 32))
-    record = records + unit * _WORDS
-    slot = gl.load(record)
-    count = gl.load(record + 1)
+    expert = gl.sum((first <= unit).to(gl.int32), 0) - 1
+    begin = (unit - gl.max(gl.where(first <= unit, first, 0), 0)) * 8
     n = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, INPUTS)))
     column = gl.arange(0, 8, gl.SliceLayout(0, MMA))
-    return slot, count, gl.load(record + 8 + n), gl.load(record + 8 + column), unit, gl.load(record + 8)
+    pairs = table + expert * room + begin
+    count = gl.load(counts + expert)
+    return gl.load(slot_of + expert), count - begin, gl.load(pairs + n), gl.load(pairs + column), unit, gl.load(pairs)
 
 
 @gluon.jit
 def _weights(item, gates, slot, stride, H: gl.constexpr, W: gl.constexpr, GROUP: gl.constexpr):
     """Where an item's codes begin in units of 512 words, and its scales in units of 32 halves."""
     gate = item < gates
-    tile = gl.where(gate, item % (W // 16) * (H // 128), W * H // 2048 + (item - gates) % (H // 32) * (W // 128))
+    step = gl.where(gate, item % (W // 16) * (H // 128), W * H // 2048 + (item - gates) % (H // 32) * (W // 128))
     base = slot.to(gl.int64) * stride
-    return base + tile, base * 32 + 3 * W * H // 128 + tile * (128 // GROUP)
+    return base + step, base * 32 + 3 * W * H // 128 + step * (128 // GROUP)
 
 
 @gluon.jit
-def _fetch(ring_words, ring_scales, at, lane_words, lane_scales, words, scales):
-    mma.fetch(ring_words, ring_scales, at, lane_words + words * 512, lane_scales + scales * 32)
+def _fetch(ring, at, at_words, at_scales):
+    mma.fetch(ring[0], ring[1], at, ring[2] + at_words * 512, ring[3] + at_scales * 32)
 
 
 @gluon.jit
-def _inputs_at(cursor, GATE: gl.constexpr, K: gl.constexpr, H: gl.constexpr, W: gl.constexpr, INPUTS: gl.constexpr):
+def _rows(here, GATE: gl.constexpr, K: gl.constexpr, H: gl.constexpr, W: gl.constexpr, INPUTS: gl.constexpr):
     """Offsets of a unit's eight input rows in units of 64 words; empty places repeat the first row, which costs no bytes."""
     n = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, INPUTS)))
-    pair = gl.where(n < cursor[1], cursor[2], cursor[5])
+    pair = gl.where(n < here[1], here[2], here[5])
     return pair // K * (H // 128) if GATE else pair * (W // 128)
 
 
 @gluon.jit
-def _load(source, at, GATE: gl.constexpr, INPUTS: gl.constexpr):
+def _load(source, rows, GATE: gl.constexpr, INPUTS: gl.constexpr):
     lane = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(2, INPUTS)))
-    pointers = source + (at * 64)[:, None] + lane[None, :]  # multiplied last, or the alignment is lost to the compiler
+    pointers = source + (rows * 64)[:, None] + lane[None, :]  # multiplied last, or the alignment is lost to the compiler
     return gl.load(pointers) if GATE else gl.load(pointers, cache_modifier=".cg")
+
+
+@gluon.jit
+def _store(item, gates, here, low, high, to, ready, GATE: gl.constexpr, H: gl.constexpr, W: gl.constexpr, MMA: gl.constexpr):
+    row = gl.arange(0, 16, gl.SliceLayout(1, MMA))
+    mask = (gl.arange(0, 8, gl.SliceLayout(0, MMA)) < here[1])[None, :] & (row[:, None] >= 0)
+    if GATE:
+        at = to + here[3][None, :] * W + (item % (W // 16) * 16 + row)[:, None]
+        gl.store(at, mma.activation(low, high, row), mask=mask)
+        gl.thread_barrier()
+        gl.atomic_add(ready + here[4], 1, sem="release", scope="gpu")
+    else:
+        at = to + here[3][None, :] * H + ((item - gates) % (H // 32) * 32 + row)[:, None]
+        gl.store(at, low * mma.UNSCALE, mask=mask)
+        gl.store(at + 16, high * mma.UNSCALE, mask=mask)
 
 
 @gluon.jit

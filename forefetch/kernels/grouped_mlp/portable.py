@@ -9,29 +9,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from forefetch.kernels.grouped_mlp.routing import HEADER
+from forefetch.kernels.grouped_mlp.routing import unit_of
 
 
 @triton.jit
 def gate_up(
-    x, pool, records, totals, h, stride, scales_at, x_row,
-    H: tl.constexpr, W: tl.constexpr, K: tl.constexpr,
+    x, pool, slot_of, counts, table, h, room, stride, scales_at, x_row,
+    E: tl.constexpr, EP: tl.constexpr, H: tl.constexpr, W: tl.constexpr, K: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, TYPE: tl.constexpr, BITS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """h [P, W] = silu(x w1^T) * (x w3^T) for each pair. `stride` and `scales_at` in bytes; STEP inputs at a time, of
     stored TYPE (int8 also for int4)."""
     BLOCKS: tl.constexpr = (W + BN - 1) // BN
     unit, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
-    if unit < tl.load(totals):
-        base, pair, filled = _unit(pool, records, unit, stride, M)
+    expert, pair, filled = unit_of(unit, counts, table, room, E, EP, M)
+    if expert < E:
+        base = pool + tl.load(slot_of + expert).to(tl.int64) * stride
         rows = x + (tl.where(filled, pair, 0) // K).to(tl.int64) * x_row
         column = block * BN + tl.arange(0, BN)
         gate = tl.zeros([M, BN], tl.float32)
         up = tl.zeros([M, BN], tl.float32)
         for k in range(0, H, STEP):
             low, high = _inputs(rows, filled, k, STEP, BITS)
-            gate = _product(gate, low, high, base, scales_at, k, column, column < W, 2 * W, STEP, TYPE, BITS)
-            up = _product(up, low, high, base, scales_at, k, column + W, column < W, 2 * W, STEP, TYPE, BITS)
+            gate = _product(gate, low, high, base, scales_at, k, column, column < W, H, 2 * W, STEP, TYPE, BITS, ROWS)
+            up = _product(up, low, high, base, scales_at, k, column + W, column < W, H, 2 * W, STEP, TYPE, BITS, ROWS)
         active = gate / (1.0 + tl.exp(-gate)) * up
         to = h + pair.to(tl.int64)[:, None] * W + column[None, :]
         tl.store(to, active.to(h.dtype.element_ty), mask=filled[:, None] & (column < W)[None, :])
@@ -39,34 +41,26 @@ def gate_up(
 
 @triton.jit
 def down(
-    h, pool, records, totals, y, stride, codes_at, scales_at,
-    H: tl.constexpr, W: tl.constexpr,
+    h, pool, slot_of, counts, table, y, room, stride, codes_at, scales_at,
+    E: tl.constexpr, EP: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, TYPE: tl.constexpr, BITS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """y [P, H] float32 = h w2^T for each pair."""
     BLOCKS: tl.constexpr = (H + BN - 1) // BN
     unit, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
-    if unit < tl.load(totals):
-        base, pair, filled = _unit(pool, records, unit, stride, M)
+    expert, pair, filled = unit_of(unit, counts, table, room, E, EP, M)
+    if expert < E:
+        base = pool + tl.load(slot_of + expert).to(tl.int64) * stride
         rows = h + tl.where(filled, pair, 0).to(tl.int64) * W
         column = block * BN + tl.arange(0, BN)
         total = tl.zeros([M, BN], tl.float32)
         for k in range(0, W, STEP):
             low, high = _inputs(rows, filled, k, STEP, BITS)
-            total = _product(
-                total, low, high, base + codes_at, scales_at - codes_at, k, column, column < H, H, STEP, TYPE, BITS
-            )
+            at = base + codes_at, scales_at - codes_at
+            total = _product(total, low, high, at[0], at[1], k, column, column < H, W, H, STEP, TYPE, BITS, ROWS)
         to = y + pair.to(tl.int64)[:, None] * H + column[None, :]
         tl.store(to, total, mask=filled[:, None] & (column < H)[None, :])
-
-
-@triton.jit
-def _unit(pool, records, unit, stride, M: tl.constexpr):
-    """A unit's blob, its pairs, and which of the M places are filled."""
-    record = records + unit * (HEADER + M)
-    place = tl.arange(0, M)
-    filled = place < tl.load(record + 1)
-    return pool + tl.load(record).to(tl.int64) * stride, tl.load(record + HEADER + place, mask=filled, other=0), filled
 
 
 @triton.jit
@@ -81,13 +75,16 @@ def _inputs(rows, filled, k, STEP: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _product(
-    total, low, high, codes, scales_at, k, column, inside, R, STEP: tl.constexpr, TYPE: tl.constexpr, BITS: tl.constexpr
-):
-    """total += inputs k .. k + STEP times the matrix [inputs, R] at `codes`, columns `column`."""
+    total, low, high, codes, scales_at, k, column, inside, INPUTS, R, STEP: tl.constexpr, TYPE: tl.constexpr,
+    BITS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """total += inputs k .. k + STEP times the matrix [INPUTS, R] at `codes` (ROWS: [R, INPUTS]), columns `column`."""
     weights = codes.to(tl.pointer_type(TYPE), bitcast=True)
     WIDTH: tl.constexpr = STEP // 2 if BITS == 4 else STEP
     first = k // 2 if BITS == 4 else k
-    tile = tl.load(weights + (first + tl.arange(0, WIDTH))[:, None] * R + column[None, :], mask=inside[None, :], other=0)
+    inputs = first + tl.arange(0, WIDTH)
+    at = inputs[:, None] + column[None, :] * INPUTS if ROWS else inputs[:, None] * R + column[None, :]
+    tile = tl.load(weights + at, mask=inside[None, :], other=0)
     if BITS >= 16:
         total = tl.dot(low, tile.to(low.dtype), total, input_precision="ieee")
     else:

@@ -100,6 +100,17 @@ def test_a_weight_that_no_scale_can_hold_is_refused() -> None:
     assert not unpack(pack(w13 * 0, w2 * 0, ExpertFormat("float32")), 64, 32, ExpertFormat("float32"), torch.float32)[0].any()
 
 
+def test_rows_hold_what_natural_order_holds() -> None:
+    matrices = expert(96, 64)
+    natural, rows = ExpertFormat("int8"), ExpertFormat("int8", 128, "rows")
+    for a, b in zip(
+        unpack(pack(*matrices, natural), 96, 64, natural, torch.float32),
+        unpack(pack(*matrices, rows), 96, 64, rows, torch.float32),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
 def test_zeros_stay_zeros() -> None:
     form = ExpertFormat("int8")
     assert not any(m.any() for m in unpack(pack(torch.zeros(64, 32), torch.zeros(32, 32), form), 32, 32, form, torch.float32))

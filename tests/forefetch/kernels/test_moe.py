@@ -8,6 +8,7 @@ from expert_pools import DEVICE, Call, make_call, make_experts, poison, worst
 
 from forefetch.kernels.gate import choose
 from forefetch.kernels.gate.triton import choose_into
+from forefetch.kernels.grouped_mlp import fragment
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat
 from forefetch.kernels.grouped_mlp.moe import MoeScratch, moe, moe_from_logits, unit_size, units
 
@@ -21,6 +22,7 @@ CASES = [
     (5, 96, 64, 7, 3, ExpertFormat("float32"), FP32),
     (5, 96, 160, 1, 1, ExpertFormat("int8", 64), BF16),
     (4, 32, 32, 40, 3, ExpertFormat("int8"), FP16),
+    (5, 96, 64, 20, 2, ExpertFormat("int8", 64, "rows"), BF16),
     (7, 256, 64, 9, 5, ExpertFormat("int4"), BF16),
     (3, 160, 96, 33, 2, ExpertFormat("int4", 64), FP32),
 ]
@@ -172,6 +174,23 @@ FRAGMENT = [pytest.param(ExpertFormat("int4", group, "fragment"), marks=gpu) for
 FORMATS = [*(pytest.param(ExpertFormat(kind), marks=gpu) for kind in ("bfloat16", "int8", "int4")), *FRAGMENT]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("group", [64, 128])
+def test_prompts_in_fragment_order(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for many tokens are plain Triton, so they run here too."""
+    monkeypatch.setattr(fragment, "DIRECT_TOKENS", 0)
+    monkeypatch.setattr(fragment, "PERSISTENT_TOKENS", 0)
+    pool = make_experts(3, 256, 128, ExpertFormat("int4", group, "fragment"))
+    call, scratch = make_call(40, 2, pool, BF16, skew=0.5), pool.scratch(40, 2, BF16)
+    call.ids[7] = -1
+    out = call.run(pool, scratch)
+    assert worst(pool, call, out) <= 1
+    assert torch.equal(call.run(pool, poison(scratch)), out)
+    wrong = pool.pool.clone()
+    wrong[int(pool.slot_of[call.ids[0, 0]]), 17] ^= 0x10
+    pool.pool = wrong
+    assert worst(pool, call, call.run(pool)) > 1
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("form", FRAGMENT, ids=str)
 @pytest.mark.parametrize(
@@ -183,7 +202,7 @@ FORMATS = [*(pytest.param(ExpertFormat(kind), marks=gpu) for kind in ("bfloat16"
         (40, 256, 384, 64, 6, 0.0),
         (16, 384, 128, 64, 2, 3.0),  # many more than 8 tokens for one expert
         (128, 2048, 768, 16, 8, 0.0),
-        (8, 256, 128, 700, 2, 0.5),  # units formed in parallel
+        (8, 256, 128, 700, 2, 0.5),  # prompts
     ],
 )
 def test_fragment_order(
