@@ -32,7 +32,7 @@ FORMATS = {
     "int8": ExpertFormat("int8", 128, "rows"),
     "bfloat16": ExpertFormat("bfloat16"),
 }
-LARGEST_ERROR = {"fragment": 5e-4, "natural": 4e-3}  # relative L2: float16 arithmetic, bfloat16 arithmetic
+LARGEST_ERROR = {"fragment": 5e-4, "rows": 4e-3, "natural": 4e-3}  # relative L2: float16 arithmetic, bfloat16 arithmetic
 DEVICE = "cuda"
 
 

@@ -2,8 +2,7 @@
 
 A program takes 32 weight rows of one pair, with all of their codes in flight at once; its warps share the inputs out among
 themselves and their sums are added in a fixed order. Pairs are not grouped by expert, so routing needs no kernel: a program
-reads its expert from `ids`, or finds it in the logits itself. Of the tensor core's eight columns one is used. `down_sum` takes
-the rows of all of a token's experts, some warps each, so that their weighted sum needs no kernel either.
+reads its expert from `ids`, or finds it in the logits itself. Of the tensor core's eight columns one is used.
 
 With programmatic dependent launch the second product's programs fill their share of the machine while the first still runs,
 and wait for it only when their weights are on the way. Whatever they read before that wait was there before the first product
@@ -72,9 +71,9 @@ def product(
     if held:
         first = tile * STEPS + (0 if GATE else W * H // 2048)  # of the tile's steps in the blob
         base = slot.to(gl.int64) * stride
-        low, high = _sums(source, pair // K if GATE else pair, row_stride if GATE else W // 2, WARPS, base, base, first, pool,
-                          pool_half, constants, STEPS // WARPS, H, W, GATE, TYPE, PDL, WARPS, GROUP, MMA, A,
-                          B, WORDS, COPY, SCALES, SCALE_COPY, INPUTS)  # fmt: skip
+        low, high = _sums(source, pair // K if GATE else pair, row_stride if GATE else W // 2, base, first, pool, pool_half,
+                          constants, STEPS // WARPS, H, W, GATE, TYPE, PDL, WARPS, GROUP, MMA, A, B, WORDS, COPY, SCALES,
+                          SCALE_COPY, INPUTS)  # fmt: skip
         low, high = _over_warps(low, WARPS, ROWS), _over_warps(high, WARPS, ROWS)
         r = gl.arange(0, 16, gl.SliceLayout(1, ROWS))
         mask = (gl.arange(0, 8, gl.SliceLayout(0, ROWS)) == 0)[None, :] & (r >= 0)[:, None]
@@ -86,70 +85,22 @@ def product(
             gl.store(at + 16, high * mma.UNSCALE, mask=mask)
 
 
-@gluon.jit(do_not_specialize=["stride"])
-def down_sum(
-    source, ids, weights, logits, slot_of, pool, pool_half, out, constants, stride, row_stride,
-    H: gl.constexpr, W: gl.constexpr, E: gl.constexpr, K: gl.constexpr, SPLIT: gl.constexpr, CHOOSE: gl.constexpr,
-    RENORMALISE: gl.constexpr, PDL: gl.constexpr, EXPERTS: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
-    GROUP: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr, WORDS: gl.constexpr, COPY: gl.constexpr,
-    SCALES: gl.constexpr, SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr,
-):  # fmt: skip
-    """out [T, H] (rows `row_stride` apart) from h [P, W] as int32: SPLIT warps for each of a token's K experts."""
-    program = gl.program_id(0)
-    if PDL:
-        program = gl.inline_asm_elementwise(_RELEASE, "=r,r", [program], dtype=gl.int32, is_pure=False, pack=1)
-    token, tile = program // (H // 32), program % (H // 32)
-    of_word = gl.arange(0, 512 * WARPS, COPY) // (512 * SPLIT)
-    of_scale = gl.arange(0, 32 * (128 // GROUP) * WARPS, SCALE_COPY) // (32 * (128 // GROUP) * SPLIT)
-    of_row = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, MMA)) // (16 * SPLIT)
-    slot_of_word, slot_of_scale = of_word * 0, of_scale * 0
-    weight = of_row * 0.0
-    counted = of_row < 0
-    for k in gl.static_range(K):
-        if CHOOSE:
-            expert, share = _choose(logits + token * E, k, E, K, RENORMALISE, EXPERTS)
-        else:
-            expert, share = gl.load(ids + token * K + k).to(gl.int32), gl.load(weights + token * K + k)
-        slot = gl.load(slot_of + gl.maximum(expert, 0))
-        held = (expert >= 0) & (slot >= 0)
-        slot = gl.where(held, slot, 0)  # any slot may be read; what comes of it is not counted
-        slot_of_word = gl.where(of_word == k, slot, slot_of_word)
-        slot_of_scale = gl.where(of_scale == k, slot, slot_of_scale)
-        weight = gl.where(of_row == k, share, weight)
-        counted = counted | ((of_row == k) & held)
-    first = tile * (W // 128) + W * H // 2048
-    bases = slot_of_word.to(gl.int64) * stride, slot_of_scale.to(gl.int64) * stride
-    low, high = _sums(source, token * K, W // 2, SPLIT, bases[0], bases[1], first, pool, pool_half, constants,
-                      W // 128 // SPLIT, H, W, False, gl.float16, PDL, WARPS, GROUP, MMA, A, B, WORDS, COPY, SCALES, SCALE_COPY,
-                      INPUTS)  # fmt: skip
-    low = _over_warps(gl.where(counted[:, None], low * weight[:, None], 0.0), WARPS, ROWS)
-    high = _over_warps(gl.where(counted[:, None], high * weight[:, None], 0.0), WARPS, ROWS)
-    r = gl.arange(0, 16, gl.SliceLayout(1, ROWS))
-    mask = (gl.arange(0, 8, gl.SliceLayout(0, ROWS)) == 0)[None, :] & (r >= 0)[:, None]
-    at = out + token * row_stride + (tile * 32 + r)[:, None] + gl.zeros([16, 8], gl.int32, ROWS)
-    gl.store(at, (low * mma.UNSCALE).to(out.dtype.element_ty), mask=mask)
-    gl.store(at + 16, (high * mma.UNSCALE).to(out.dtype.element_ty), mask=mask)
-
-
 @gluon.jit
 def _sums(
-    source, row, row_words, SHARE: gl.constexpr, base, scale_base, first, pool, pool_half, constants, EACH: gl.constexpr,
+    source, row, row_words, base, first, pool, pool_half, constants, EACH: gl.constexpr,
     H: gl.constexpr, W: gl.constexpr, GATE: gl.constexpr, TYPE: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
     GROUP: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr, WORDS: gl.constexpr, COPY: gl.constexpr,
     SCALES: gl.constexpr, SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr,
 ):  # fmt: skip
-    """Each warp's own sums [16 W, 8] over EACH steps. SHARE warps share a row of inputs, the next SHARE have the next.
-
-    `base` and `scale_base` say in 512 words where an expert lies, for all warps or in the layouts COPY and SCALE_COPY.
-    """
+    """Each warp's sums [16 W, 8] over its own EACH steps of a row of inputs; `base` and `first` count steps of 512 words."""
     HALVES: gl.constexpr = 32 * (128 // GROUP)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ring_words = gl.allocate_shared_memory(gl.int32, [EACH, 512 * WARPS], plain)
     ring_scales = gl.allocate_shared_memory(gl.float16, [EACH, HALVES * WARPS], plain)
     i = gl.arange(0, 512 * WARPS, COPY)
     j = gl.arange(0, HALVES * WARPS, SCALE_COPY)
-    words = pool + (base + first + i // 512 % SHARE * EACH) * 512 + i % 512
-    at = scale_base * 32 + 3 * W * H // 128 + (first + j // HALVES % SHARE * EACH) * (128 // GROUP)
+    words = pool + (base + first + i // 512 * EACH) * 512 + i % 512
+    at = base * 32 + 3 * W * H // 128 + (first + j // HALVES * EACH) * (128 // GROUP)
     scales = pool_half + at * 32 + j % HALVES
     for step in gl.static_range(EACH):
         mma.fetch(ring_words, ring_scales, step, words + step * 512, scales + step * HALVES)
@@ -157,7 +108,7 @@ def _sums(
     eights = mma.offset(constants, WARPS, GROUP, A)
     if PDL and not GATE:
         row = gl.inline_asm_elementwise(_WAIT, "=r,r", [row], dtype=gl.int32, is_pure=False, pack=1)
-    xs = _inputs(source, row, row_words, SHARE, EACH, INPUTS)
+    xs = _inputs(source, row, row_words, EACH, INPUTS)
     low = gl.zeros([16 * WARPS, 8], gl.float32, MMA)
     high = gl.zeros([16 * WARPS, 8], gl.float32, MMA)
     for step in gl.static_range(EACH):
@@ -176,7 +127,7 @@ def _over_warps(sums, WARPS: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _inputs(source, row, row_words, SHARE: gl.constexpr, EACH: gl.constexpr, INPUTS: gl.constexpr):
+def _inputs(source, row, row_words, EACH: gl.constexpr, INPUTS: gl.constexpr):
     """The words of this warp's steps, [8, 64] each with equal rows.
 
     The layout says that all warps hold the same values. They do not: the pointer takes the warp's number from the hardware, so
@@ -185,7 +136,7 @@ def _inputs(source, row, row_words, SHARE: gl.constexpr, EACH: gl.constexpr, INP
     n = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, INPUTS)))
     k = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(2, INPUTS)))
     warp = gl.inline_asm_elementwise(_WARP, "=r,r", [n * 0], dtype=gl.int32, is_pure=True, pack=1)
-    at = source + ((row + warp // SHARE) * row_words + warp % SHARE * (EACH * 64))[:, None] + k[None, :]
+    at = source + (row * row_words + warp * (EACH * 64))[:, None] + k[None, :]
     xs = ()
     for step in gl.static_range(EACH):
         xs = xs + (gl.load(at + step * 64),)  # type: ignore[assignment]  # noqa: RUF005

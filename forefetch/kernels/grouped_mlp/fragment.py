@@ -13,10 +13,8 @@ from triton.experimental.gluon import language as gl
 from forefetch.kernels.grouped_mlp import direct, moe, persistent, tiled
 
 DIRECT_TOKENS = 4  # up to here a unit of one pair is faster than finding out who shares an expert
-PERSISTENT_TOKENS = 256  # beyond, units of more than eight pairs read the weights fewer times
-_SUM_TOKENS = 2  # up to here a program may take all experts of a token: there are no more programs than an H200 has room for
+PERSISTENT_TOKENS = 768  # beyond, units of more than eight pairs read the weights fewer times
 _DIRECT_BYTES = 64 * 1024  # of a program's shared memory, so that three or more fit an SM
-_SUM_BYTES = 110 * 1024  # of one that takes all experts
 _REGISTERS = 65536  # of an SM, on every GPU since 2012
 
 
@@ -26,8 +24,8 @@ class Tuning:
 
     programs: int = 16  # per SM
     stages: int = 3  # of the ring, 2 KB each
-    short: bool = False  # chains of mma
-    registers: int = 112  # cap per thread; without one, not all programs may be resident
+    short: bool = True  # chains of mma
+    registers: int = 128  # cap per thread; without one, not all programs may be resident
     pdl_route: bool = True  # routing as a programmatic dependent of what comes before
     pdl_experts: bool = True  # the experts of the routing
     pdl_combine: bool = True  # the sum of the experts
@@ -100,20 +98,8 @@ def _direct(
         )
 
     product(gate=True)
-    split = 2 if width % 256 == 0 else 1
-    warps = top_k * split
-    if len(x) <= _SUM_TOKENS and warps in {1, 2, 4, 8, 16} and width // 128 * 2176 * top_k <= _SUM_BYTES:
-        direct.down_sum[(len(x) * hidden // 32,)](
-            *(scratch.h.view(torch.int32), *routed, out, _constants(x.device), stride, out.stride(0)),
-            *(hidden, width, experts, top_k, split),
-            **choice,
-            **direct.layouts(warps, group, experts),
-            num_warps=warps,
-            **launch,
-        )
-    else:
-        product(gate=False)
-        moe.combine(weights, out, scratch, pdl)
+    product(gate=False)
+    moe.combine(weights, out, scratch, pdl)
 
 
 def _persistent(
@@ -157,13 +143,13 @@ def _tiled(
 ) -> None:
     hidden, width, experts = scratch.hidden, scratch.width, scratch.experts
     pairs = len(x) * scratch.top_k
-    size = moe.unit_size(pairs, experts)
+    size = min(64, moe.unit_size(pairs, experts))
     moe.place(x, ids, weights, logits, renormalise, slot_of, scratch, convert=True)
     where = pool.view(torch.int32), pool.view(torch.float16), slot_of, scratch.counts, scratch.table
     sizes = {"E": experts, "EP": len(scratch.counts), "H": hidden, "W": width, "M": size, "GROUP": scratch.format.group}
-    options = {"num_warps": 8, "num_stages": 3}
+    options = {"num_warps": 4, "num_stages": 3}
     most = moe.units(pairs, experts, size)
-    tiles = 4 if width % 64 == 0 else 2  # of 32 rows, of which gate/up has width / 16
+    tiles = 2  # of 32 rows, of which gate/up has width / 16
     tiled.gate_up[(most * (width // 16 // tiles),)](
         *(scratch.x_half, *where, scratch.h, scratch.tokens, pool.stride(0) // 2048),
         **sizes,
@@ -171,10 +157,10 @@ def _tiled(
         TILES=tiles,
         **options,
     )
-    tiled.down[(most * (hidden // 128),)](
+    tiled.down[(most * (hidden // 32 // tiles),)](
         *(scratch.h, *where, scratch.y, scratch.tokens, pool.stride(0) // 2048),
         **sizes,
-        TILES=4,
+        TILES=tiles,
         **options,
     )
     moe.combine(weights, out, scratch)
