@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused() -> None:
         "x": call.x.half(),
         "ids": call.ids[:, :1],
         "weights": call.weights.double(),
-        "pool": pool.pool[:, :-512],
+        "pool": pool.pool[:, :-2560],
         "slot_of": pool.slot_of.long(),
         "out": out.t(),
     }.items():
