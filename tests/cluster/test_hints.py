@@ -17,15 +17,21 @@ import pytest
 import torch
 from cluster_calls import SMALL, Answer, Background, Router, until
 from reference_model import CASES
+from trunk_rig import Rig
 
+from expert_worker import client
 from forefetch.cluster import Cluster, ClusterConfig, Extra
 from forefetch.process import Process
 from forefetch.spec import ModelSpec
+from forefetch.telemetry.ring import StepRing
 from forefetch.weights import Checkpoint
+from router_service.dispatch import Dispatch
+from router_service.hints import Hints
 from router_service.lookahead import store
-from router_service.lookahead.estimate import Network
-from router_service.lookahead.heads import ATTENDED, REFINED, Head
+from router_service.lookahead.estimate import Estimator, Network
+from router_service.lookahead.heads import ATTENDED, REFINED, Head, Lookahead
 from router_service.lookahead.store import Trained
+from router_service.workers import Workers
 
 CASE = "qwen3"
 PROMPT = CASES[CASE].prompt
@@ -84,15 +90,20 @@ def _spawn(stack: ExitStack, module: str, flags: list[str]) -> Process:
 
 
 @pytest.fixture(scope="module")
-def routers(folders: Callable[[str], Path]) -> Iterator[dict[str, Router]]:
+def workers(folders: Callable[[str], Path]) -> Iterator[list[str]]:
+    """Addresses of two workers with too few slots."""
     with ExitStack() as stack:
-        model = f"--model={folders('')}"
-        workers = [
-            _spawn(stack, "expert_worker", [model, "--device=cpu", f"--shard={i}", "--shards=2", "--slots=4"]) for i in range(2)
-        ]
-        for worker in workers:
+        flags = [f"--model={folders('')}", "--device=cpu", "--shards=2", "--slots=4"]
+        found = [_spawn(stack, "expert_worker", [*flags, f"--shard={i}"]) for i in range(2)]
+        for worker in found:
             worker.wait_ready(START_S)
-        addresses, processes = ",".join(worker.address for worker in workers), {}
+        yield [worker.address for worker in found]
+
+
+@pytest.fixture(scope="module")
+def routers(folders: Callable[[str], Path], workers: list[str]) -> Iterator[dict[str, Router]]:
+    with ExitStack() as stack:
+        addresses, processes = ",".join(workers), {}
         for name, (link, mode, heads) in ROUTERS.items():
             where = ["--slots=4"] if link == "local" else [f"--workers={addresses}", f"--link={link}"]
             flags = [f"--model={folders(heads)}", "--device=cpu", *SMALL, f"--hints={mode}", *where]
@@ -161,6 +172,33 @@ def test_a_trace_tells_heads_from_workers(routers: dict[str, Router]) -> None:
     assert any(layer.named for layer in layers)
     assert all(layer.found <= min(layer.named, layer.chosen) for layer in layers)
     assert sum(layer.lookahead_ns for layer in trace.steps[-1].layers) == trace.steps[-1].timings.lookahead_ns
+
+
+def test_calls_go_on_when_only_the_hint_stream_breaks(folders: Callable[[str], Path], workers: list[str]) -> None:
+    """A router's parts in this process, so that one of its streams can be broken and the other not."""
+    rig, tokens = Rig(folders("")), []
+    digest, spec = Checkpoint(folders("")).digest, rig.spec
+    agreed = {"digest": digest, "hidden": spec.hidden_size, "dtype": torch.float32, "max_rows": 64}
+    table = Workers(spec, workers, lambda address: client.connect(address, link="grpc", tls=None, timeout_s=5.0, **agreed))
+    table.wait_complete(10.0)
+    rig.experts = dispatch = Dispatch(table, 10.0)
+    rig.ring = StepRing(4, spec.layers, 2)
+    for broken in (False, True):
+        hints = rig.hints = Hints(
+            Lookahead(rig.trunk, Estimator(rig.trunk, {}), {}), dispatch, mode="plain", always=True, trained=False
+        )
+        request = rig.add(PROMPT, TOKENS)
+        for _ in range(4):
+            rig.step()
+        for worker in table.rows if broken else ():
+            worker.link._hints._stream.cancel()  # type: ignore[union-attr]
+        rig.run()
+        tokens.append(request.tokens)
+        assert hints.failures == 0
+        assert (hints.dropped > 0) == broken
+    assert tokens[0] == tokens[1]
+    assert all(worker.link is not None and worker.reconnects == 0 for worker in table.rows), "no link was lost over it"
+    table.close()
 
 
 def test_a_worker_that_dies_under_hints_is_waited_for(folders: Callable[[str], Path]) -> None:
