@@ -239,15 +239,15 @@ def kv(
     )
     cost = FetchCost(cache.block_bytes, config.page_size, config.kv_fetch_s)
     prefix = Prefix(replicas, cost, cache.write_block, exporter) if config.kv_fetch_s else None
-    sessions, recent = Sessions(replicas, config.session_lag_s), sealed.recent if sealed else 0
-    return KvSide(naming, replicas, handover, prefix, sessions, pool, recent=recent, whole=sealed is not None)
+    sessions, recent = Sessions(replicas, config.session_lag_s, config.session_tail_mb * 2**20), sealed.recent if sealed else 0
+    return KvSide(naming, replicas, handover, prefix, sessions, cache, pool, recent=recent, whole=sealed is not None)
 
 
 def conversations(digest: str, reader: Reader, kv: KvSide | None) -> Conversations:
     """Sessions, as the API's side sees them."""
     if kv is None:
         return Conversations(None, reader, digest, "")
-    return Conversations(kv.sessions, reader, digest, f"{kv.naming.kv_format}, {kv.naming.params}")
+    return Conversations(kv.sessions, reader, digest, f"{kv.naming.kv_format}, {kv.naming.params}", kv.whole)
 
 
 def dispatch(config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, placement: Placement) -> Dispatch:

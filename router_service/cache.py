@@ -7,6 +7,7 @@ the unit that is handed to the KV service.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -78,6 +79,35 @@ class KvCache:
                 self.v[layer][:, page].copy_(v)
         if self._incoming is not None:
             self._incoming.synchronize()
+
+    def tail_start(self, computed: int, loaded: int) -> int:
+        """Where the tokens begin that no block holds, of a request with so many positions computed and pages loaded."""
+        return computed // self.page_size * self.page_size
+
+    def read_tail(self, pages: Sequence[int], lane: int, start: int, end: int) -> torch.Tensor:
+        """K and V of a request's committed positions start .. end, for each layer K then V, each [Hkv, end - start, D]: a copy,
+        flat, uint8, on the device. `lane`: see Request."""
+        slots = self._slots(pages, start, end)
+        parts = [pool[layer].flatten(1, 2)[:, slots] for layer in range(len(self.k)) for pool in (self.k, self.v)]
+        return torch.stack(parts).view(-1).view(torch.uint8) if parts else torch.empty(0, dtype=torch.uint8)
+
+    def write_tail(self, pages: Sequence[int], lane: int, start: int, end: int, data: bytes) -> None:
+        """The inverse of `read_tail`, between two steps. ValueError: not the bytes of so many positions."""
+        if len(data) * self.page_size != (end - start) * self.block_bytes:
+            raise ValueError(f"{end - start} positions do not take {len(data)} bytes")
+        if not data:
+            return
+        slots = self._slots(pages, start, end)
+        shape = (len(self.k), 2, len(self.k[0]), end - start, self.k[0].shape[-1])
+        rows = torch.frombuffer(bytearray(data), dtype=self.dtype).view(shape).to(slots.device)
+        for layer, (k, v) in enumerate(rows):
+            self.k[layer].flatten(1, 2)[:, slots] = k
+            self.v[layer].flatten(1, 2)[:, slots] = v
+
+    def _slots(self, pages: Sequence[int], start: int, end: int) -> torch.Tensor:
+        size = self.page_size
+        slots = [pages[position // size] * size + position % size for position in range(start, end)]
+        return torch.tensor(slots, dtype=torch.int64, device=self.k[0].device if self.k else "cpu")
 
 
 @dataclass(frozen=True, slots=True)

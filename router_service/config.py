@@ -78,6 +78,12 @@ class RouterConfig(AuthConfig):
         """How often new tokens of sessions are written to their logs, seconds. A router that goes on with an answer after this
         one died generates what was not written yet again.""",
     )
+    session_tail_mb: float = setting(
+        16.0,
+        """Most MiB per second of K and V behind the last full page that go to the logs of sessions, the oldest first, so that
+        a router that goes on with an answer need not compute them, and with an approximate --kv-format has the very rows that
+        the answer was computed with. 0: none; then such an answer is computed again from its start, to the same tokens.""",
+    )
     kv_format: str = setting(
         "auto",
         """How K and V are kept. auto: the compute type, nothing is rounded. float16 halves float32's memory, is
@@ -198,7 +204,7 @@ class RouterConfig(AuthConfig):
         for name in (*positive, "trace_requests", "handover_mb"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be at least 1")
-        for name in ("max_context", "threads", "worker_grace_s", "start_timeout_s", "kv_fetch_s"):
+        for name in ("max_context", "threads", "worker_grace_s", "start_timeout_s", "kv_fetch_s", "session_tail_mb"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: must not be negative")
         for name in ("step_timeout_s", "session_lag_s"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -14,12 +15,13 @@ from kv_service.client import SessionState
 from router_service import admission
 from router_service.admission import Admitted
 from router_service.asking import Reader, request_id
-from router_service.journal import Turn
+from router_service.journal import Tail, Turn
 from router_service.scheduler import Request
 from router_service.sessions import Live, Sessions, name_of
 
 A = TypeVar("A")
 R = TypeVar("R")
+CONFIRM_S = 1.0
 UNKNOWN = "session.id: there is no such session"
 NOT_WITH_RESUME = ("sampling", "stop", "top_logprobs")
 
@@ -37,17 +39,20 @@ class Opened:
     epoch: int = 0
     turn: Turn | None = None
     logged: int = 0
+    tail: Tail | None = None
+    loads: int | None = None
 
 
 @dataclass(frozen=True)
 class Conversations:
     """`sessions` is None without a KV service. `model`: what answers are computed with here; `arithmetic`: in which KV format,
-    types and experts."""
+    types and experts; `approximate`: blocks are not what was computed."""
 
     sessions: Sessions | None
     reader: Reader
     model: str
     arithmetic: str
+    approximate: bool = False
 
     async def open(self, request: router_pb2.GenerateRequest, tenant: str, left_s: float | None) -> Opened:
         """Checks the request and claims its session, if it has one. Raises BadRequest, NotFound, Mismatch, Unavailable."""
@@ -74,10 +79,15 @@ class Conversations:
 
     async def _go_on(self, request: router_pb2.GenerateRequest, name: str, found: SessionState, left_s: float | None) -> Opened:
         self._same_model(Turn.decode(found.state))
-        return await self._begin(request, name, found.token_ids, left_s)
+        return await self._begin(request, name, found.token_ids, left_s, self._tail(found))
 
     async def _begin(
-        self, request: router_pb2.GenerateRequest, name: str, before: Sequence[int], left_s: float | None
+        self,
+        request: router_pb2.GenerateRequest,
+        name: str,
+        before: Sequence[int],
+        left_s: float | None,
+        tail: Tail | None = None,
     ) -> Opened:
         """A turn after the tokens `before`. Everything that can be wrong with it is found before the session is claimed."""
         admitted = await self.reader.admit(request, before)
@@ -85,7 +95,7 @@ class Conversations:
         if state.token_ids != tuple(before):  # somebody wrote between the look and the claim
             raise Mismatch("session.id: the session is being used by another request")
         turn = Turn.of(self.model, self.arithmetic, admitted)
-        return Opened(admitted, (), 0, request.session.id, name, state.epoch, turn, len(before))
+        return Opened(admitted, (), 0, request.session.id, name, state.epoch, turn, len(before), tail)
 
     async def _resume(
         self, request: router_pb2.GenerateRequest, name: str, found: SessionState, left_s: float | None
@@ -99,7 +109,8 @@ class Conversations:
         state = await self._claim(name, left_s)
         admitted, turn, known = self._answer(state, request)
         logged = turn.prompt + len(known)
-        return Opened(admitted, known, request.session.next_index, request.session.id, name, state.epoch, turn, logged)
+        next_index, session_id, tail = request.session.next_index, request.session.id, self._tail(state)
+        return Opened(admitted, known, next_index, session_id, name, state.epoch, turn, logged, tail, turn.loaded)
 
     def _answer(self, state: SessionState, request: router_pb2.GenerateRequest) -> tuple[Admitted, Turn, tuple[int, ...]]:
         """The request that began the last turn, and the tokens of its answer that need not be generated again."""
@@ -122,6 +133,11 @@ class Conversations:
         admission.check_request_id(request.request_id)
         return turn.admitted(state.token_ids[: turn.prompt], request_id(request)), turn, known
 
+    def _tail(self, state: SessionState) -> Tail | None:
+        """The log's tail, if it was computed as here."""
+        same = Turn.decode(state.state).arithmetic == self.arithmetic
+        return Tail.decode(state.tail_position, state.tail) if same else None
+
     def _same_model(self, turn: Turn) -> None:
         if turn.model != self.model:
             raise Mismatch("session.id: the session was begun with another model")
@@ -140,6 +156,14 @@ class Conversations:
         """Writes the turn's beginning."""
         if self.sessions is not None and live is not None:
             await self._call(self.sessions.open, live, left_s)
+
+    async def begun(self, live: Live) -> None:
+        """Before a first token is sent: where loaded blocks change answers, the log must know how many there were. Waits no
+        longer than CONFIRM_S, because generation goes on without the KV service."""
+        if self.sessions is None or not self.approximate or live.request.loads is not None or not live.request.loaded_blocks:
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(self.sessions.confirm(live)), CONFIRM_S)
 
     async def _call(self, method: Callable[[A, float], R], what: A, left_s: float | None) -> R:
         """A call that waits, off the event loop."""

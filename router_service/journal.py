@@ -8,9 +8,10 @@ the seed, because a token's randomness is a function of (seed, position).
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forefetch.errors import Mismatch
 from router_service.admission import Admitted, SamplingParams
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
     from kv_service.client import SessionAck, SessionRecord
 
 VERSION = 1
+_TAIL = struct.Struct("<QI")  # end, page size
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The last answer of a session. `model`, `arithmetic`: what it is computed with, and how; `prompt`: tokens of the
-    conversation before it; `request_id`: of the request that began it; `reason`, `stop_string`: how it ended, "" while it has
-    not."""
+    conversation before it; `request_id`: of the request that began it; `loaded`: blocks of the prompt that came from a
+    cache, which matters where blocks are approximate; `reason`, `stop_string`: how it ended, "" while it has not."""
 
     model: str
     arithmetic: str
@@ -36,6 +38,7 @@ class Turn:
     stop_strings: tuple[str, ...]
     stop_token_ids: frozenset[int]
     request_id: str = ""
+    loaded: int = 0
     reason: str = ""
     stop_string: str = ""
 
@@ -88,6 +91,27 @@ class Turn:
             raise Mismatch("session.id: the session's state cannot be read") from None
 
 
+class Tail(NamedTuple):
+    """What the cache needs of positions start .. end beside the blocks before them, with pages of `page` tokens."""
+
+    start: int
+    end: int
+    page: int
+    data: bytes
+
+    def encode(self) -> bytes:
+        """As the log keeps it, beside `start`."""
+        return _TAIL.pack(self.end, self.page) + self.data
+
+    @classmethod
+    def decode(cls, start: int, data: bytes) -> Tail | None:
+        """The inverse; None for what is no tail."""
+        if len(data) <= _TAIL.size:
+            return None
+        end, page = _TAIL.unpack_from(data)
+        return cls(start, end, page, data[_TAIL.size :])
+
+
 @dataclass(slots=True)
 class Cursor:
     """What the log has of one running answer. `tokens` acknowledged ones; `turn_known`: the state is there as it is now."""
@@ -95,6 +119,10 @@ class Cursor:
     turn: Turn
     tokens: int
     turn_known: bool = False
+
+    def begin(self, loaded: int) -> None:
+        """The answer's first token was computed, over so many blocks from a cache."""
+        self.turn, self.turn_known = replace(self.turn, loaded=loaded), False
 
     def end(self, reason: str, stop_string: str) -> None:
         """The answer is complete."""

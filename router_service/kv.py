@@ -5,6 +5,7 @@ All methods are for the engine's thread, unless they say otherwise, and none of 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,12 +13,16 @@ from forefetch.telemetry.context import SpanContext
 from forefetch.v1 import router_pb2
 from kv_service.client import Key
 from router_service.handover import Handover
+from router_service.journal import Tail
 from router_service.naming import Naming
 from router_service.pages import PagePool
 from router_service.prefix import Load, Prefix
 from router_service.replicas import Replicas
 from router_service.scheduler import Plan, Request
-from router_service.sessions import Sessions
+from router_service.sessions import Live, Sessions, Snapshot
+from router_service.trunk import Cache
+
+log = logging.getLogger("forefetch.router")
 
 
 @dataclass
@@ -32,6 +37,7 @@ class KvSide:
     handover: Handover
     prefix: Prefix | None
     sessions: Sessions
+    cache: Cache
     pool: PagePool
     recent: int = 0
     whole: bool = False
@@ -52,22 +58,41 @@ class KvSide:
             for page in load.pages:
                 self.pool.unpin(page)
             self._loaded(load)
+        for live in self.sessions.wanting():
+            self._snapshot(live)
+
+    def _snapshot(self, live: Live) -> None:
+        """Copies, on the device, what a session's log needs of the cache behind the request's last block."""
+        request = live.request
+        if not request.pages or request.loading or not request.decoding:  # it has ended, or not begun
+            return
+        end = request.computed
+        start = self.cache.tail_start(end, request.loaded_blocks)
+        if start < end:
+            rows = self.cache.read_tail(request.pages, request.lane, start, end)
+            live.snapshot = Snapshot(start, end, self.naming.page_size, rows)
 
     def admitted(self, request: Request, trace: SpanContext | None) -> None:
-        """A request has its pages: its cached prefix is looked for, and it is `loading` until that has ended."""
-        if self.prefix is None:
+        """A request has its pages: its cached prefix is looked for, and it is `loading` until that has ended.
+
+        Where blocks are approximate, an answer that is gone on with takes those before its session's tail, or without a tail
+        those that it began with, and no other: its tokens were chosen by the rows themselves, not by what a block has of them.
+        """
+        tail, size = self._usable_tail(request), self.naming.page_size
+        tokens, tenant = tuple(request.tokens), request.tenant
+        if self.whole and request.loads is not None:
+            blocks = tail.start // size if tail is not None else request.loads
+        else:
+            blocks = (len(tokens) - self.whole) // size
+        pages, load = request.pages[:blocks], None
+        if self.prefix is not None:
+            load = self.prefix.begin(request.key, lambda: self.naming.extend([], tenant, tokens, blocks), pages, trace)
+        if load is None:
+            self._restore(request, 0)
             return
-        tenant, tokens, blocks = (
-            request.tenant,
-            tuple(request.tokens),
-            (len(request.tokens) - self.whole) // self.naming.page_size,
-        )
-        pages = request.pages[:blocks]
-        load = self.prefix.begin(request.key, lambda: self.naming.extend([], tenant, tokens, blocks), pages, trace)
-        if load is not None:
-            self._loads[request], self._requests[request.key], request.loading = load, request, True
-            for page in pages:
-                self.pool.pin(page)
+        self._loads[request], self._requests[request.key], request.loading = load, request, True
+        for page in pages:
+            self.pool.pin(page)
 
     def _loaded(self, load: Load) -> None:
         """A load is over; its request may have ended meanwhile."""
@@ -75,10 +100,34 @@ class KvSide:
         if request is None:
             return
         del self._loads[request]
-        request.resume_at(load.blocks * self.naming.page_size)
+        blocks = self._restore(request, load.blocks)
         self._keys[request] = load.keys
-        self.handover.adopt(request.key, load.keys[: load.blocks], load.pages[: load.blocks])
-        request.loaded_blocks = load.blocks
+        self.handover.adopt(request.key, load.keys[:blocks], load.pages[:blocks])
+
+    def _usable_tail(self, request: Request) -> Tail | None:
+        """The request's tail, if it fits the pages here and ends before its last token. Where blocks are approximate it belongs
+        to the answer that it was computed in."""
+        tail = request.tail if request.loads is not None or not self.whole else None
+        fits = tail is not None and tail.page == self.naming.page_size and tail.start <= tail.end < len(request.tokens)
+        return tail if fits else None
+
+    def _restore(self, request: Request, blocks: int) -> int:
+        """So many blocks are in the request's pages: it goes on behind them, and behind its tail if that begins there. Returns
+        how many count."""
+        size, tail = self.naming.page_size, self._usable_tail(request)
+        request.tail, reached = None, blocks * size
+        if tail is not None and tail.start == reached:
+            try:
+                self.cache.write_tail(request.pages, request.lane, tail.start, tail.end, tail.data)
+                reached = tail.end
+            except ValueError:
+                log.warning("the tail of a session does not fit and is computed again")
+        if self.whole and tail is not None and reached != tail.end:
+            blocks = min(blocks, request.loads or 0)  # see `admitted`
+            reached = blocks * size
+        request.loaded_blocks = blocks
+        request.resume_at(reached)
+        return blocks
 
     def sealed(self, request: Request, first: int, trace: SpanContext | None) -> None:
         """Blocks from `first` on are sealed now: offered, their pages pinned until the bytes are copied."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from forefetch.errors import Cancelled, DeadlineExceeded, ForefetchError, Overloaded
 from router_service.admission import Admitted
+from router_service.journal import Tail
 from router_service.pages import PagePool
 
 
@@ -25,7 +26,8 @@ class Request:
     `lane`: a number that no other running request has, below the largest batch.
     `known`: tokens of the answer that were there when the request came, because it goes on with a session. `loading`: its
     cached prefix is on its way, nothing is computed for it. `cached`: tokens that came from a cache. `error`: why it is to end.
-    `tenant`: whom its blocks belong to.
+    `tenant`: whom its blocks belong to. `tail`: what its session's log has of the cache behind the last block. `loads`: set for
+    an answer that is gone on with, the blocks that came from a cache when it began.
     """
 
     key: int
@@ -43,6 +45,8 @@ class Request:
     replayed_steps: int = 0
     tenant: str = ""
     known: tuple[int, ...] = ()
+    tail: Tail | None = None
+    loads: int | None = None
     loading: bool = False
     loaded_blocks: int = 0
     cached: int = 0

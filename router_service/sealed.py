@@ -18,7 +18,7 @@ Letters: L sealed layers, T tokens of a page, S sinks, R rows of a step; the oth
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -212,6 +212,33 @@ class SealedCache:
         self._remember(page, first.view(HALF).view(sinks.shape) if len(first) else None)
         if len(first):
             self._loaded.add(page)
+
+    # ---- tails of sessions ----
+
+    def tail_start(self, computed: int, loaded: int) -> int:
+        """Where the tokens begin that no block holds, of a request with so many positions computed and pages loaded."""
+        return self.sealed(computed, loaded) * self.page_size
+
+    def read_tail(self, pages: Sequence[int], lane: int, start: int, end: int) -> Tensor:
+        """A request's tail [L, K V, Hkv, end - start, D] and sinks, then what exempt layers have of these positions: a copy,
+        flat, uint8, on the device."""
+        parts = [self.tails[:, :, :, lane, : end - start], self.sinks[:, :, :, lane]]
+        flat = [part.reshape(-1).view(torch.uint8) for part in parts]
+        return torch.cat([*flat, self.exact.read_tail(pages, lane, start, end).to(self.pages.device)])
+
+    def write_tail(self, pages: Sequence[int], lane: int, start: int, end: int, data: bytes) -> None:
+        """The inverse of `read_tail`, between two steps. ValueError: not the bytes of so many positions."""
+        tail, sinks = self.tails[:, :, :, lane, : end - start], self.sinks[:, :, :, lane]
+        sizes = [tail.numel() * HALF.itemsize, sinks.numel() * HALF.itemsize]
+        exact = (end - start) * self.exact.block_bytes // self.page_size
+        if len(data) != sum(sizes) + exact:
+            raise ValueError(f"{end - start} positions do not take {len(data)} bytes")
+        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        tail.copy_(raw[: sizes[0]].view(HALF).view(tail.shape))
+        sinks.copy_(raw[sizes[0] : sum(sizes)].view(HALF).view(sinks.shape))
+        if self.exempt:
+            self.exact.write_tail(pages, lane, start, end, data[sum(sizes) :])
+        self._loaded.discard(pages[0])  # its sinks are there
 
 
 COPIES = 2

@@ -11,16 +11,18 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import monotonic
 
+import torch
+
 from forefetch.errors import ForefetchError, Mismatch, StaleEpoch
 from forefetch.rpc.auth import ANONYMOUS
 from kv_service.client import CALL_S, SessionAck, SessionRecord, SessionState, Verdict
-from router_service.journal import Cursor, Turn
+from router_service.journal import Cursor, Tail, Turn
 from router_service.replicas import Replica, Replicas
 from router_service.scheduler import Request
 
@@ -39,6 +41,20 @@ def name_of(tenant: str, session_id: str) -> str:
     return f"{hashlib.sha256(tenant.encode()).hexdigest()[:16]}/{session_id}" if tenant != ANONYMOUS else session_id
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """Rows of the cache behind a request's last block; see Tail."""
+
+    start: int
+    end: int
+    page: int
+    rows: torch.Tensor  # flat, uint8, on the device
+
+    def tail(self) -> Tail:
+        """Its bytes; waits for the device."""
+        return Tail(self.start, self.end, self.page, self.rows.cpu().numpy().tobytes())
+
+
 @dataclass(eq=False)
 class Live:
     """A running answer of a session. `saved` tells, once it has ended, whether all of it is in the log."""
@@ -50,6 +66,21 @@ class Live:
     cursor: Cursor
     saved: Future[bool] = field(default_factory=Future)
     ended: float | None = None  # monotonic seconds
+    confirmed: Future[bool] | None = None  # set while somebody waits for the log to know how the answer began
+    snapshot: Snapshot | None = None  # left by the engine for the writing thread
+    asked: float = 0.0  # when a snapshot was last asked for, monotonic seconds
+    covered: int = 0  # positions that the log's tail reaches
+
+    @property
+    def urgent(self) -> bool:
+        """Somebody waits for the log."""
+        return self.ended is not None or self.confirmed is not None
+
+    def tell(self, known: bool) -> None:
+        """To whoever waits for the beginning."""
+        confirmed, self.confirmed = self.confirmed, None
+        if confirmed is not None and not confirmed.done():
+            confirmed.set_result(known)
 
 
 @dataclass
@@ -57,17 +88,21 @@ class Counts:
     """Since start."""
 
     records: int = 0
+    tails: int = 0
     failures: Counter[str] = field(default_factory=Counter)
 
 
 class Sessions:
     """`fence(request, error)` ends a request whose session was taken over; called from the writing thread."""
 
-    def __init__(self, replicas: Replicas, lag_s: float) -> None:
+    def __init__(self, replicas: Replicas, lag_s: float, tail_bytes_s: float = 0.0) -> None:
+        """`tail_bytes_s`: most bytes of tails that are written, per second; 0: none are."""
         self.counts = Counts()
         self.fence: Callable[[Request, ForefetchError], None] = lambda request, error: None
         self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-session")
         self._replicas, self._lag_s = replicas, lag_s
+        self._tail_bytes_s, self._allowance, self._tail_bytes = tail_bytes_s, 0.0, 0
+        self._wanted: deque[Live] = deque()
         self._live: dict[Live, None] = {}
         self._changed = threading.Condition()
         self._closing = False
@@ -78,6 +113,12 @@ class Sessions:
     def live(self) -> int:
         """Answers that are followed now."""
         return len(self._live)
+
+    # ---- the engine's thread ----
+
+    def wanting(self) -> list[Live]:
+        """Answers of which a snapshot is wanted, each reported once."""
+        return [self._wanted.popleft() for _ in range(len(self._wanted))]
 
     # ---- the API's side: calls that wait are made on `pool` ----
 
@@ -111,6 +152,17 @@ class Sessions:
                 self._live[live] = None
                 self._changed.notify_all()
 
+    def confirm(self, live: Live) -> Future[bool]:
+        """Logs now over how many loaded blocks the answer began; the result comes when the log has it, or never will."""
+        with self._changed:
+            confirmed: Future[bool] = Future()
+            live.confirmed = confirmed
+            if live not in self._live:
+                confirmed.set_result(False)
+            live.cursor.begin(live.request.loaded_blocks)
+            self._changed.notify_all()
+        return confirmed
+
     def finish(self, live: Live, reason: str, stop_string: str) -> Future[bool]:
         """The answer is complete; the result says whether the log has it."""
         with self._changed:
@@ -139,7 +191,7 @@ class Sessions:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._live)
-                self._changed.wait_for(lambda: self._closing or any(live.ended for live in self._live), self._lag_s)
+                self._changed.wait_for(lambda: self._closing or any(live.urgent for live in self._live), self._lag_s)
                 lives, closing = list(self._live), self._closing
             try:
                 wrote = self._write(lives)
@@ -149,6 +201,7 @@ class Sessions:
             for live in lives:
                 if live.ended is not None:
                     self._settle(live, live.ended)
+            self._want_tails(lives, monotonic())
             if closing:
                 for live in lives:
                     self._drop(live, "unavailable")
@@ -156,6 +209,22 @@ class Sessions:
             if not wrote:  # a service is away: what has ended must not make this a busy loop
                 with self._changed:
                     self._changed.wait_for(lambda: self._closing, self._lag_s)
+
+    def _want_tails(self, lives: list[Live], now: float) -> None:
+        """Asks the engine for snapshots, the oldest tails first, as the allowed bytes per second let it."""
+        if not self._tail_bytes_s:
+            return
+        # What was not used is not saved up, but a tail larger than a round's share must come some time.
+        self._allowance = min(self._allowance + self._tail_bytes_s * self._lag_s, max(self._tail_bytes_s, self._tail_bytes))
+        for live in sorted(lives, key=lambda live: live.asked):
+            news = live.ended is None and live.snapshot is None and live.request.computed > live.covered
+            if not news or live in self._wanted:
+                continue
+            if self._allowance < self._tail_bytes:
+                break
+            self._allowance -= self._tail_bytes
+            live.asked = now
+            self._wanted.append(live)
 
     def _write(self, lives: list[Live]) -> bool:
         """One round for all; False when a service could not be reached."""
@@ -166,7 +235,28 @@ class Sessions:
         for replica, mine in whose.items():
             for first in range(0, len(mine), RECORDS):
                 fine = self._append(replica, mine[first : first + RECORDS]) and fine
+            for live in mine:
+                fine = (live.snapshot is None or self._append_tail(replica, live)) and fine
         return fine
+
+    def _append_tail(self, replica: Replica, live: Live) -> bool:
+        """A record of its own, because a tail may be large. One that is not taken is not tried again: a newer one follows."""
+        snapshot, live.snapshot = live.snapshot, None
+        if snapshot is None or live not in self._live or snapshot.end >= live.cursor.tokens:
+            return True
+        tail = snapshot.tail()
+        self._tail_bytes = max(len(tail.data), self._tail_bytes * 3 // 4)
+        record = SessionRecord(position=live.cursor.tokens, tail=tail.encode(), tail_position=tail.start)
+        try:
+            (ack,) = replica.client.append_sessions([(live.name, live.epoch, record)], CALL_S)
+        except ForefetchError as error:
+            _log.debug("a session's tail could not be written: %s", error)
+            return False
+        self._acknowledged(live, record, ack)
+        if ack.verdict is Verdict.APPENDED:
+            self.counts.tails += 1
+            live.covered = snapshot.end
+        return True
 
     def _append(self, replica: Replica, lives: list[Live]) -> bool:
         with self._changed:
@@ -189,6 +279,8 @@ class Sessions:
             self.counts.records += 1
             with self._changed:
                 live.cursor.appended(record)
+                if live.cursor.turn_known:
+                    live.tell(True)
         elif ack.verdict is Verdict.GAP:
             with self._changed:
                 live.cursor.gap(ack)
@@ -212,6 +304,7 @@ class Sessions:
         with self._changed:
             if self._live.pop(live, live) is live:  # gone already
                 return
+            live.tell(False)
         if failure:
             self.counts.failures[failure] += 1
         live.saved.set_result(not failure)

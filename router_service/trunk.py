@@ -7,7 +7,7 @@ meanwhile. Those two calls are the only places where a layer may wait for the ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Protocol
@@ -71,6 +71,15 @@ class Cache(Protocol):
 
     def write_block(self, page: int, data: bytes) -> None:
         """The inverse. Any thread; nobody reads the page meanwhile. ValueError: not the bytes of a block."""
+
+    def tail_start(self, computed: int, loaded: int) -> int:
+        """Where the tokens begin that no block holds, of a request with so many positions computed and pages loaded."""
+
+    def read_tail(self, pages: Sequence[int], lane: int, start: int, end: int) -> torch.Tensor:
+        """What a request needs of committed positions start .. end beside its blocks: a copy, flat, uint8. Between steps."""
+
+    def write_tail(self, pages: Sequence[int], lane: int, start: int, end: int, data: bytes) -> None:
+        """The inverse. Between two steps. ValueError: not the bytes of so many positions."""
 
 
 # attend(layer, x [T, H]) -> the residual behind the attention of a layer yet to come, if x entered it. K and V of the rows are

@@ -137,6 +137,60 @@ def test_a_killed_router_s_answers_go_on_elsewhere_at_any_point(clusters: tuple[
     assert all(tokens >= (len(PROMPT) + known) // 16 * 16 - 32 for _, known, tokens in cached if known), cached
 
 
+SEALED = ("--page-size=32", "--kv-format=e2m0", "--kv-recent=16", "--kv-sinks=4", "--max-batch=16", "--max-step-tokens=20")
+
+
+def test_an_answer_over_sealed_pages_goes_on_with_the_rows_it_was_computed_with(
+    start: Start, clusters: tuple[Cluster, Cluster]
+) -> None:
+    """Pages of two bits change answers; which rows were read sealed must be the same before and after the kill."""
+    flags = (*SEALED, f"--kv={clusters[0].processes['kv'].address}", "--session-lag-s=0.05")
+    victim = start(CASE, link="local", router=flags)
+    heir = start(CASE, link="local", router=(*flags, "--session-tail-mb=0"))
+    old, new = Router(victim.address), Router(heir.address)
+    prompt, count = (PROMPT * 3)[:60], 120
+    cold = new.generate(prompt, count)
+    until(lambda: new.stats().kv.blocks_waiting == 0)
+    whole = new.generate(prompt, count)  # one page was loaded, and is read sealed from the first token on
+    assert whole.finish.usage.cached_tokens == 32
+    assert whole.tokens != cold.tokens, "the rows that are read matter, else this tests nothing"
+    stream = Background(old, prompt, count, session=session("sealed", START))
+    stream.wait_for(60)
+    time.sleep(0.15)
+    victim.kill("router")
+    seen = stream.done().tokens
+    assert len(seen) < count, "the kill came too late to test anything"
+    rest, _, finish = resume(new, "sealed", len(seen))
+    assert seen + rest == whole.tokens
+    assert finish.usage.cached_tokens > 64, "blocks and tail came from the store"
+    assert finish.session.saved
+    old.close()
+    new.close()
+
+
+def test_an_answer_over_sealed_pages_without_a_tail_is_computed_as_it_began(
+    start: Start, clusters: tuple[Cluster, Cluster]
+) -> None:
+    flags = (*SEALED, f"--kv={clusters[0].processes['kv'].address}", "--session-tail-mb=0")
+    cluster = start(CASE, link="local", router=flags)
+    router, prompt, count = Router(cluster.address), [9, *(PROMPT * 3)[:60]], 120
+    router.generate(prompt, 1)
+    until(lambda: router.stats().kv.blocks_waiting == 0)
+    whole = router.generate(prompt, count)
+    assert whole.finish.usage.cached_tokens == 32
+    stream = Background(router, prompt, count, session=session("no-tail", START))
+    stream.wait_for(50)
+    cluster.kill("router")
+    seen = stream.done().tokens
+    assert len(seen) < count, "the kill came too late to test anything"
+    cluster.restart("router")
+    until(lambda: router.stats().kv.up)
+    rest, _, finish = resume(router, "no-tail", len(seen))
+    assert seen + rest == whole.tokens
+    assert finish.usage.cached_tokens == 32
+    router.close()
+
+
 @pytest.mark.parametrize("patience", ["another router", "the same router"])
 def test_a_client_does_not_notice_that_its_router_is_killed(
     patience: str, clusters: tuple[Cluster, Cluster], routers: tuple[Router, Router]

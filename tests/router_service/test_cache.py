@@ -40,3 +40,26 @@ def test_a_block_of_another_length_is_refused_and_nothing_is_written(cache: KvCa
     with pytest.raises(ValueError, match=str(cache.block_bytes)):
         cache.write_block(3, bytes(cache.block_bytes + change))
     assert cache.read_block(3) == before
+
+
+@pytest.mark.parametrize(("start", "end"), [(4, 5), (4, 7), (3, 9), (0, 0)])
+def test_a_tail_written_to_other_pages_is_the_same_and_nothing_else_changes(start: int, end: int, cache: KvCache) -> None:
+    here, there = [1, 3, 4], [2, 0, 1]
+    tail = cache.read_tail(here, 0, start, end)
+    data = tail.numpy().tobytes()
+    assert len(data) * PAGE == (end - start) * cache.block_bytes
+    before = [pool.clone() for pool in (*cache.k, *cache.v)]
+    cache.write_tail(there, 0, start, end, data)
+    assert cache.read_tail(there, 0, start, end).numpy().tobytes() == data
+    changed = {(there[position // PAGE], position % PAGE) for position in range(start, end)}
+    for pool, old in zip((*cache.k, *cache.v), before, strict=True):
+        for page in range(PAGES):
+            for offset in range(PAGE):
+                if (page, offset) not in changed:
+                    assert torch.equal(pool[:, page, offset], old[:, page, offset])
+    with pytest.raises(ValueError, match="bytes"):
+        cache.write_tail(there, 0, start, end + 1, data)
+
+
+def test_a_tail_begins_behind_the_last_full_page(cache: KvCache) -> None:
+    assert [cache.tail_start(computed, 0) for computed in (0, 3, 4, 7, 8)] == [0, 0, 4, 4, 8]

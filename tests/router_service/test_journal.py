@@ -12,10 +12,21 @@ from forefetch.errors import Mismatch
 from kv_service.client import SessionAck, SessionRecord, Verdict
 from kv_service.store_sessions import Session
 from router_service.admission import Admitted, SamplingParams
-from router_service.journal import Cursor, Turn
+from router_service.journal import Cursor, Tail, Turn
 
 TURN = Turn(
-    "model", "float32", 3, 20, True, SamplingParams(0.7, 5, 0.9, 0.1, 2**64 - 1, 3), ("\n", "é"), frozenset({7, 1}), "r", "", ""
+    "model",
+    "float32",
+    3,
+    20,
+    True,
+    SamplingParams(0.7, 5, 0.9, 0.1, 2**64 - 1, 3),
+    ("\n", "é"),
+    frozenset({7, 1}),
+    "r",
+    4,
+    "",
+    "",
 )
 
 
@@ -93,3 +104,10 @@ def test_whatever_is_lost_the_log_ends_up_right(events: list[str], kept: int) ->
     if log.token_ids:  # a log that was lost after everything was acknowledged is not noticed before the next record
         assert list(log.token_ids) == tokens
         assert Turn.decode(log.state).reason == "STOP_TOKEN"
+
+
+def test_a_tail_survives_its_encoding() -> None:
+    tail = Tail(32, 40, 16, b"rows")
+    assert Tail.decode(32, tail.encode()) == tail
+    assert Tail.decode(0, b"") is None
+    assert Tail.decode(0, Tail(0, 0, 16, b"").encode()) is None

@@ -68,7 +68,7 @@ class Rig:
         handover = Handover(self.replicas, block_bytes=BLOCK, budget_bytes=100 * BLOCK, read_block=self.memory.__getitem__)
         prefix = Prefix(self.replicas, FetchCost(BLOCK, PAGE, self.timeout_s), self.write)
         self.writing.set()
-        self.kv = KvSide(naming, self.replicas, handover, prefix, Sessions(self.replicas, 0.1), self.scheduler.pool)
+        self.kv = KvSide(naming, self.replicas, handover, prefix, Sessions(self.replicas, 0.1), None, self.scheduler.pool)  # type: ignore[arg-type]
         until(lambda: all(replica.up for replica in self.replicas.all if replica.address not in self.away))
 
     away: tuple[str, ...] = ()

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 from forefetch.errors import ForefetchError, Mismatch, StaleEpoch, Unavailable
 from kv_service.client import SessionAck, SessionRecord, SessionState, Verdict
 from kv_service.store_sessions import Session
 from router_service import sessions as module
 from router_service.admission import Admitted, SamplingParams
-from router_service.journal import Turn
+from router_service.journal import Tail, Turn
 from router_service.scheduler import Request
 from router_service.sessions import Sessions, name_of
 
@@ -122,6 +123,15 @@ def test_the_end_is_written_at_once_and_told(sessions: Sessions, service: Servic
     sessions.leave(live)
 
 
+def test_how_an_answer_began_is_logged_when_somebody_waits_for_it(sessions: Sessions, service: Service) -> None:
+    live = begin(sessions)
+    live.request.loaded_blocks = 3
+    assert sessions.confirm(live).result(5) is True
+    assert Turn.decode(service.sessions["s"].state).loaded == 3
+    sessions.leave(live).result(5)
+    assert sessions.confirm(live).result(5) is False
+
+
 def test_whoever_left_early_leaves_the_answer_unfinished(sessions: Sessions, service: Service) -> None:
     live = begin(sessions)
     live.request.tokens.append(9)
@@ -194,3 +204,48 @@ def test_a_caller_who_goes_before_the_beginning_is_written_is_not_followed(sessi
 def test_tenants_have_names_of_their_own() -> None:
     assert len({name_of(tenant, "s") for tenant in ("default", "a", "b", "a/s")}) == 4
     assert len(name_of("t" * 500, "s" * 96)) <= 128
+
+
+@pytest.fixture
+def tailed(service: Service) -> Iterator[Sessions]:
+    made = Sessions(service, lag_s=0.01, tail_bytes_s=1000.0)  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+def snapshots(sessions: Sessions, size: int, seconds: float) -> int:
+    """Plays the engine: leaves a snapshot of `size` bytes wherever one is wanted; how many bytes were asked for."""
+    asked, until_s = 0, time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        for live in sessions.wanting():
+            live.snapshot = module.Snapshot(0, live.request.computed, 4, torch.full((size,), 7, dtype=torch.uint8))
+            asked += size
+        for live in list(sessions._live):
+            live.request.tokens.append(8)
+            live.request.computed = len(live.request.tokens) - 1
+        time.sleep(0.005)
+    return asked
+
+
+def test_tails_follow_within_their_bytes_per_second(tailed: Sessions, service: Service) -> None:
+    lives = [begin(tailed, f"s{i}") for i in range(3)]
+    asked = snapshots(tailed, 100, 1.0)
+    # One each before the size is known, one second's worth saved up at most, one second's worth.
+    assert 300 <= asked <= 300 + 2 * 1000 + 100
+    for live in lives:
+        tail = Tail.decode(service.sessions[live.name].tail_position, service.sessions[live.name].tail)
+        assert tail is not None
+        assert (tail.data, tail.page) == (bytes([7]) * 100, 4)
+        assert 0 < tail.end < len(service.sessions[live.name].token_ids)
+    assert tailed.counts.tails >= 3
+
+
+def test_a_tail_larger_than_its_second_comes_some_time(tailed: Sessions, service: Service) -> None:
+    live = begin(tailed)
+    assert 1500 <= snapshots(tailed, 1500, 2.5) <= 1500 * 3
+    assert len(service.sessions[live.name].tail) > 1500
+
+
+def test_without_a_budget_no_tail_is_asked_for(sessions: Sessions) -> None:
+    begin(sessions)
+    assert snapshots(sessions, 100, 0.1) == 0
