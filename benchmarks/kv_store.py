@@ -34,10 +34,10 @@ from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
 from kv_service.client import Key, KvClient, chain
 from kv_service.disk import Disk
+from kv_service.labels import tag_of
 from kv_service.parts import checksum_of
 from kv_service.store import pack
 from kv_service.store_order import Entry
-from kv_service.vault import tag_of
 
 PAGE_BYTES = 48 * 4 * 9600
 """A block: 48 layers, 4 KV heads, pages of 128 tokens at 2.3 bits."""

@@ -29,11 +29,12 @@ import xxhash
 
 from forefetch.errors import ConfigError, ForefetchError
 from kv_service.keys import DIGEST_BYTES
+from kv_service.labels import TAG_BYTES
 from kv_service.parts import Pieces, cut
 from kv_service.store_order import Entry
 
 _log = logging.getLogger(__name__)
-TAG_BYTES, CHECKSUM_BYTES, ORIGIN_BYTES = 16, 16, 8
+CHECKSUM_BYTES, ORIGIN_BYTES = 16, 8
 _ROW = struct.Struct(f"<BQQI{DIGEST_BYTES}s{CHECKSUM_BYTES}s{ORIGIN_BYTES}s")
 _VERSION = 1
 _DAMAGED = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from forefetch.errors import BadRequest
 from forefetch.v1 import kv_pb2 as pb
-from kv_service.disk import TAG_BYTES
+from kv_service.labels import TAG_BYTES
 from kv_service.store_order import Entry
 from kv_service.vault import Vault
 
@@ -23,7 +23,7 @@ def remember(vault: Vault, origin: pb.BlockOrigin) -> bytes:
     text = origin.SerializeToString(deterministic=True)
     if len(text) > MAX_ORIGIN:
         raise BadRequest("origin", f"must be at most {MAX_ORIGIN} bytes, is {len(text)}")
-    return vault.origin(text)
+    return vault.labels.origin(text)
 
 
 def inspect(vault: Vault, request: pb.InspectRequest, sees: Callable[[bytes], bool]) -> Iterator[pb.InspectResponse]:

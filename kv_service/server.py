@@ -76,7 +76,7 @@ class KvServicer(pb_grpc.KvServiceServicer):
     def _tag(self, context: grpc.ServicerContext) -> bytes:
         """The caller's tenant as names begin with it."""
         tenant = self._auth.tenant(context)
-        return self.vault.tag("" if self._config.share_tenants else tenant)
+        return self.vault.labels.tag("" if self._config.share_tenants else tenant)
 
     def _sees(self, context: grpc.ServicerContext) -> Callable[[bytes], bool]:
         """Of which tags the caller may see blocks."""

@@ -6,7 +6,6 @@ thread brings it to disk, in one transaction for all that came meanwhile.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
@@ -14,10 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import xxhash
-
-from kv_service.disk import TAG_BYTES, Disk, DiskError
+from kv_service.disk import Disk, DiskError
 from kv_service.keys import Key
+from kv_service.labels import Labels
 from kv_service.parts import Pieces, checksum_of
 from kv_service.store import Outcome, Reservation, Store
 from kv_service.store_order import Entry
@@ -28,8 +26,6 @@ PATIENCE_S = 5.0
 """How long a writer waits for room that others are about to give."""
 WRITE_BYTES = 32 << 20
 """Most bytes of blocks in one transaction, unless a single block has more."""
-MAX_ORIGINS = 1024
-"""Most descriptions of blocks remembered."""
 
 
 @dataclass(slots=True)
@@ -54,11 +50,6 @@ class Held:
     checksum: bytes
 
 
-def tag_of(tenant: str) -> bytes:
-    """What a tenant's names begin with."""
-    return hashlib.sha256(b"forefetch.kv.tenant.1\0" + tenant.encode()).digest()[:TAG_BYTES]
-
-
 class Vault:
     """`disk` None: memory only."""
 
@@ -67,8 +58,7 @@ class Vault:
         self.limits, self.index_s = limits, 0.0
         self._disk = disk
         self._bytes: dict[bytes, Pieces] = {}
-        self._tenants: dict[bytes, str] = {}
-        self._origins: dict[bytes, bytes] = {}
+        self.labels = Labels()
         self._changed = threading.Condition()
         self._closing = False
         self._writer: threading.Thread | None = None
@@ -82,7 +72,7 @@ class Vault:
         found = disk.scan()
         for entry in found.entries:
             self.store.load(entry)
-        self._tenants, self._origins = disk.tenants(), disk.origins()
+        self.labels = Labels(disk.tenants(), disk.origins())
         self.faults.damaged_at_start = found.damaged + disk.set_aside
         self.store.room.shrink(max(0, self.store.room.home - self.limits.disk))
         self.index_s = time.monotonic() - began
@@ -96,25 +86,6 @@ class Vault:
             self._writer.join()
         if self._disk is not None:
             self._disk.close()
-
-    # ---- tenants and descriptions ----
-
-    def tag(self, tenant: str) -> bytes:
-        """What the tenant's names begin with; remembered, so that operators see the name."""
-        tag = tag_of(tenant)
-        if tag not in self._tenants:
-            with self._changed:
-                self._tenants[tag] = tenant
-        return tag
-
-    def origin(self, text: bytes) -> bytes:
-        """The id of a description, b"" for none or when there are too many."""
-        origin = xxhash.xxh3_64_digest(text) if text else b""
-        with self._changed:
-            if not text or (origin not in self._origins and len(self._origins) >= MAX_ORIGINS):
-                return b""
-            self._origins[origin] = text
-        return origin
 
     # ---- blocks in ----
 
@@ -240,7 +211,7 @@ class Vault:
         """(tenant, description, blocks that follow) of a block."""
         with self._changed:
             children = self.store.children(entry)
-        return self._tenants.get(entry.tag, entry.tag.hex()), self._origins.get(entry.origin, b""), children
+        return (*self.labels.of(entry), children)
 
     def stats(self) -> dict[str, Any]:
         """What happened since start, by the names of GetStats."""
@@ -290,16 +261,15 @@ class Vault:
 
     def _write(self, disk: Disk, doomed: list[Entry], pairs: Sequence[tuple[Entry, Pieces]]) -> bool:
         """Whether the blocks are on disk now. What is to be deleted is, unless the disk fails altogether."""
-        tenants = {entry.tag: self._tenants[entry.tag] for entry, _ in pairs if entry.tag in self._tenants}
-        origins = {entry.origin: self._origins[entry.origin] for entry, _ in pairs if entry.origin}
+        labels = self.labels.behind([entry for entry, _ in pairs])
         try:
             try:
-                disk.write([entry.name for entry in doomed], pairs, tenants.items(), origins.items())
+                disk.write([entry.name for entry in doomed], pairs, *labels)
             except DiskError as error:
                 if not error.full:
                     raise
                 self._clear(disk, doomed, sum(entry.size for entry, _ in pairs))
-                disk.write((), pairs, tenants.items(), origins.items())
+                disk.write((), pairs, *labels)
         except DiskError as error:
             _log.error("%d blocks are not on disk: %s", len(pairs), error)
             fault = "disk_full" if error.full else "write_errors"

@@ -65,7 +65,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "config": ("config",),
     "pure": (
         *("__init__", "scheduler", "pages", "admission", "slots", "store", "store_sessions", "keys", "outbox", "intake"),
-        *("store_order", "store_room", "parts"),
+        *("store_order", "store_room", "parts", "labels"),
         *("segments", "cost", "journal", "prefetch", "misses", "forecast"),
     ),
 }

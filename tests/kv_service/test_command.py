@@ -72,7 +72,7 @@ def test_verify_reads_every_block_and_drops_what_is_damaged(kept: Kv, capsys: py
     assert forefetch("verify", "--address", kept.address) == 0
     assert "4 blocks, 19.5 KiB: none damaged" in capsys.readouterr().out
     vault, keys = kept.servicer.vault, kept.keys(1, 2, 3)
-    name = vault.tag("default") + keys[1].digest
+    name = vault.labels.tag("default") + keys[1].digest
     vault._bytes[name] = [bytes(5000)]
     assert forefetch("verify", "--address", kept.address) == 1
     out = capsys.readouterr().out

@@ -194,7 +194,7 @@ class Small:
 
     def __init__(self, folder: Path, map_bytes: int) -> None:
         self.vault = Vault(Limits(memory=64 * MIB, disk=64 * MIB), Disk(folder, 64 * MIB, map_bytes))
-        self.tag = self.vault.tag("me")
+        self.tag = self.vault.labels.tag("me")
 
     def put(self, key: Key, size: int = MIB) -> Outcome:
         data = [key.digest * (size // 32)]
@@ -267,7 +267,7 @@ def test_no_space_left(process: Process, kv: Kv) -> None:
 
 def test_a_writer_that_was_overtaken(tmp_path: Path) -> None:
     vault = Vault(Limits(MIB))
-    tag, (key,) = vault.tag("me"), chain(ROOT, [[1]])
+    tag, (key,) = vault.labels.tag("me"), chain(ROOT, [[1]])
     slow = vault.reserve(tag, key, 4, limit_s=0.0)
     time.sleep(0.01)
     quick = vault.reserve(tag, key, 4, limit_s=60.0)
@@ -281,7 +281,7 @@ def test_a_writer_that_was_overtaken(tmp_path: Path) -> None:
 
 def test_a_writer_without_room_waits_for_a_reader(tmp_path: Path) -> None:
     vault = Vault(Limits(10))
-    tag, (a, b) = vault.tag("me"), chain(ROOT, [[1], [2]])
+    tag, (a, b) = vault.labels.tag("me"), chain(ROOT, [[1], [2]])
     place = vault.reserve(tag, a, 10, 60.0)
     assert isinstance(place, Reservation)
     vault.commit(place, [bytes(10)], checksum_of([bytes(10)]))
@@ -296,7 +296,7 @@ def test_a_writer_without_room_waits_for_a_reader(tmp_path: Path) -> None:
 def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_service.vault.PATIENCE_S", 0.1)
     vault = Vault(Limits(10))
-    tag, (a, b) = vault.tag("me"), chain(ROOT, [[1], [2]])
+    tag, (a, b) = vault.labels.tag("me"), chain(ROOT, [[1], [2]])
     vault.reserve(tag, a, 10, 60.0)
     assert vault.reserve(tag, b, 10, 60.0) is Outcome.BUSY
     assert vault.stats()["no_room"] == 1

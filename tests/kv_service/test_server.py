@@ -20,7 +20,7 @@ from forefetch.settings import build, child_environment
 from forefetch.telemetry.context import new_root, to_metadata
 from forefetch.v1 import kv_pb2 as pb
 from kv_service import server
-from kv_service.client import Key, KvClient, chain
+from kv_service.client import Geometry, Key, KvClient, chain, root_key
 from kv_service.config import KvConfig
 
 if TYPE_CHECKING:
@@ -95,6 +95,33 @@ def test_token_ids_and_parent_are_verified(kv: Kv, change: dict[str, Any]) -> No
     kv.put([key])
     assert kv.client.get([key._replace(**change)]) == []
     assert kv.client.get([key]) == [kv.block(key)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tenant": b"other"},
+        {"model_digest": "model2"},
+        {"geometry": Geometry(2, 2, 16)},
+        {"geometry": Geometry(2, 4, 8)},
+        {"geometry": Geometry(3, 2, 8)},
+        {"rope": "yarn"},
+        {"kv_format": "e2m0"},
+        {"params": "outliers=1"},
+        {"page_size": 8},
+    ],
+)
+def test_other_settings_always_miss(kv: Kv, change: dict[str, Any]) -> None:
+    """The same tokens under another model, RoPE, format, page size or tenant's salt."""
+    mine: dict[str, Any] = {"tenant": b"", "model_digest": "model", "geometry": Geometry(2, 2, 8), "rope": "rope"}
+    mine |= {"kv_format": "float32", "params": "", "page_size": 4}
+    tokens = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    keys, others = (chain(root_key(**settings), tokens) for settings in (mine, mine | change))
+    kv.client.put([(key, b"data") for key in keys])
+    assert kv.client.look_up(keys) == 2
+    assert kv.client.look_up(others) == 0
+    assert kv.client.get(others) == []
+    assert kv.client.get([others[0], keys[1]]) == []
 
 
 def test_eviction_keeps_the_budget_and_the_prefix(kv: Kv) -> None:
