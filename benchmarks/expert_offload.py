@@ -77,7 +77,7 @@ def run(experts: Any, choices: Choices, recall: float, wait: Callable[[], None],
     hidden, number = args.spec.hidden_size, args.spec.num_experts
     x = torch.randn(args.batch, hidden, device=device, dtype=args.dtype)
     out, draw = torch.empty_like(x), np.random.default_rng(2)
-    spent, found, pace = [], np.zeros(6, dtype=np.int64), 10**6
+    spent, found, pace = [], np.zeros(len(Verified._fields), dtype=np.int64), 10**6
     for step, layers in enumerate(choices):
         began = perf_counter()
         for layer, ids in enumerate(layers):

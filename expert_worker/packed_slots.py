@@ -77,7 +77,7 @@ class SlottedExperts(Experts):
         numbers = self._number[layer][ids.numpy() + 1]  # [N, K], -1 where a row has fewer pairs
         gates = weights  # on the host
         x, ids, weights = (part.to(self._device, non_blocking=True) for part in (call.x, ids, weights))
-        stall, found = 0, np.zeros(6, dtype=np.int64)
+        stall, found = 0, np.zeros(len(Verified._fields), dtype=np.int64)
         for rows in self._groups(numbers):
             experts, counts = np.unique(numbers[rows], return_counts=True)
             needs = {expert: count for expert, count in zip(experts.tolist(), counts.tolist(), strict=True) if expert >= 0}

@@ -69,7 +69,7 @@ class Residency:
         self.copied = Copied()
         self.flying = 0  # copies that the copier has under way
         self._last_ns = 0
-        self._told = (0, 0)
+        self._told = (0, 0, 0)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="copier", daemon=True)
         self._thread.start()
@@ -89,12 +89,12 @@ class Residency:
                 self.changed.notify_all()
             return taken
 
-    def since_last(self) -> tuple[int, int]:
-        """(wasted bytes, copied bytes) since the last time that this was asked."""
+    def since_last(self) -> tuple[int, int, int]:
+        """(wasted bytes, copied bytes, ns of copying) since the last time that this was asked."""
         with self.changed:
-            now = self.slots.wasted * self.expert_bytes, self.copied.bytes
+            now = self.slots.wasted * self.expert_bytes, self.copied.bytes, self.copied.ns
             told, self._told = self._told, now
-        return now[0] - told[0], now[1] - told[1]
+        return now[0] - told[0], now[1] - told[1], now[2] - told[2]
 
     # ---- copying ----
 

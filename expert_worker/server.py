@@ -129,7 +129,7 @@ class ExpertService:
                 setattr(stats, name, getattr(core, name))
             for name, value in core.verified._asdict().items():
                 setattr(stats, name, value)
-            stats.copy_ns, stats.copies_failed = core.experts.copied.ns, core.experts.copied.failed
+            stats.copies_failed = core.experts.copied.failed
             stats.weight_bytes = core.experts.weight_bytes
             pairs = iter(core.experts.load.ravel().tolist())
             for layer, experts in core.info.layers.items():

@@ -21,7 +21,7 @@ from forefetch.frames import HEADER_BYTES, FrameBuffer, offsets
 MAGIC = 0x31524646  # "FFR1"
 REQUEST, REPLY, ERROR = 1, 2, 3
 HEADER = struct.Struct("<IHHQIIIIQQQII32s")
-VERIFIED = struct.Struct("<IIIIQQ")  # in a reply, where a request has its trace
+VERIFIED = struct.Struct("<HHHHQQQ")  # in a reply, where a request has its trace
 _TRACE_BYTES = 25
 _UNTRACED = bytes(_TRACE_BYTES)
 
@@ -54,6 +54,7 @@ class Verified(NamedTuple):
     resident: int = 0  # not hinted, but here
     wasted_bytes: int = 0  # copied for a hint and gone again unused
     copied_bytes: int = 0
+    copy_ns: int = 0  # what those copies took; what of it is not copy_wait_ns passed while something else went on
 
 
 _UNVERIFIED = Verified()
@@ -74,6 +75,7 @@ class LayerReply:
     resident: int = 0
     wasted_bytes: int = 0
     copied_bytes: int = 0
+    copy_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,8 +101,8 @@ class Dispatch:
             self._add_rows(out, sent, reply)
             parts = (reply.queue_ns, reply.copy_wait_ns, reply.compute_ns)
             stamps.call(layer, sent.worker.index, sent.count, reply.round_trip_ns, *parts)
-            verified = (reply.hits, reply.late, reply.misses, reply.resident, reply.wasted_bytes, reply.copied_bytes)
-            stamps.verified(layer, sent.worker.index, *verified)
+            found = (reply.hits, reply.late, reply.misses, reply.resident)
+            stamps.verified(layer, sent.worker.index, *found, reply.wasted_bytes, reply.copied_bytes, reply.copy_ns)
             sent.worker.copies |= bool(reply.hits or reply.late or reply.misses)
             slowest = max(slowest, sum(parts))
         return slowest

@@ -197,17 +197,17 @@ def _layers(trace: router_pb2.GetTraceResponse, title: str, step: Step, width: i
     chosen = sorted(total, key=lambda index: total[index], reverse=True)[:most]
     table = Table(box=None, pad_edge=False, header_style="dim")
     headings = [("layer", "left"), ("at ms", "right"), ("ms", "right"), ("rows", "right"), ("", "left")]
-    hinted = any(layer.named for layer in step.layers)
+    hinted = any(layer.named or any(call.copy_ns for call in layer.calls) for layer in step.layers)
     if hinted:
-        headings.insert(4, ("hinted", "right"))
+        headings.insert(4, ("experts", "right"))
     for heading_text, side in headings:
         table.add_column(heading_text, justify="right" if side == "right" else "left", no_wrap=True)
-    cells = max(width - 50 - 18 * hinted, 16)
+    cells = max(width - 50 - 34 * hinted, 16)
     scale = max(total.values()) or 1
     for layer in step.layers:
         if layer.layer in chosen:
             row = bar(_layer_parts(layer), scale, cells)
-            cell = [Text(f"{layer.found} of {layer.chosen}" if layer.named else "")] if hinted else []
+            cell = [Text(f"{layer.found} of {layer.chosen} hinted" if layer.named else "")] if hinted else []
             table.add_row(f"layer {layer.layer}", ms(layer.start_ns), ms(total[layer.layer]), "", *cell, row)
             for call in layer.calls:
                 worker = trace.workers[call.worker] if call.worker < len(trace.workers) else f"worker {call.worker}"
@@ -221,7 +221,11 @@ def _layers(trace: router_pb2.GetTraceResponse, title: str, step: Step, width: i
 def _verified(call: router_pb2.WorkerCall) -> Text:
     """What a worker had to copy for a call."""
     counts = (("hit", call.hits, "green"), ("late", call.late, "yellow"), ("miss", call.misses, "red"))
-    return Text(" ").join(Text(f"{count} {name}", colour) for name, count, colour in counts if count)
+    parts = [Text(f"{count} {name}", colour) for name, count, colour in counts if count]
+    if call.copy_ns:  # what no call waited for passed beside something else
+        waited = min(call.copy_wait_ns, call.copy_ns)
+        parts.append(Text(f"copies {ms(call.copy_ns)} ms, {100 * (1 - waited / call.copy_ns):.0f} % hidden", "dim"))
+    return Text(" ").join(parts)
 
 
 def _layer_parts(layer: router_pb2.LayerTrace) -> list[Segment]:

@@ -237,7 +237,7 @@ def _layers(step: StepRecord) -> Iterator[router_pb2.LayerTrace]:
 
 def _call(worker: int, call: list[int], verified: list[int]) -> router_pb2.WorkerCall:
     rows, round_trip, queue, copy_wait, compute = call
-    hits, late, misses, *_ = verified
+    hits, late, misses, _, _, copied_bytes, copy_ns = verified
     return router_pb2.WorkerCall(
         worker=worker,
         rows=rows,
@@ -248,4 +248,6 @@ def _call(worker: int, call: list[int], verified: list[int]) -> router_pb2.Worke
         hits=hits,
         late=late,
         misses=misses,
+        copied_bytes=copied_bytes,
+        copy_ns=copy_ns,
     )

@@ -59,7 +59,7 @@ LAYER_COUNT = "forefetch.layer.{}"  # experts chosen, named by hints, found: bot
 WORKER_ADDRESS = "forefetch.worker"
 WORKER_ROWS = "forefetch.worker.rows"
 WORKER_PART = "forefetch.worker.{}_ns"  # queue, copy_wait, compute
-WORKER_COUNT = "forefetch.worker.{}"  # of the experts needed: hits, late, misses
+WORKER_COUNT = "forefetch.worker.{}"  # experts needed: hits, late, misses, resident; wasted_bytes, copied_bytes, copy_ns
 
 # The disjoint parts of a step (StepTimings.<part>_ns), in the order in which they happen.
 PARTS = ("attention", "gate", "lookahead", "link", "queue", "copy_wait", "expert", "combine", "sampling")

@@ -1,6 +1,6 @@
 """Where the time of each step went, written by the engine thread at the cost of a few bytes each, read by anybody.
 
-A ring of `capacity` steps, allocated once: 8 * (8 + 16 layers + 11 layers workers) bytes a step, so 48 layers with 2 workers
+A ring of `capacity` steps, allocated once: 8 * (8 + 16 layers + 12 layers workers) bytes a step, so 48 layers with 2 workers
 and 1024 steps take 15 MB. A stamp (`layer`, `call`) is one `struct.pack_into`: 0.20 us on the 2-core test machine; `begin`
 takes 1.4 us and `finish`, which adds the parts up with numpy, 26 us a step.
 
@@ -23,7 +23,7 @@ Words = npt.NDArray[np.int64]
 _HEADER = 8  # version, step, start, end, head, sampling, batch, tokens
 _RECORD = 5  # layer: start, attention, gate, experts, combine; call: rows, round trip, queue, copy wait, compute
 _HINTS = 2 + 9  # layer: lookahead, hidden; then HINT_COUNTS
-_VERIFIED = 6  # call: hits, late, misses, resident, wasted bytes, copied bytes
+_VERIFIED = 7  # call: hits, late, misses, resident, wasted bytes, copied bytes, time of copies
 _WORD = 8
 HINT_COUNTS = (
     *("chosen", "named", "found"),
@@ -32,7 +32,7 @@ HINT_COUNTS = (
 """What a layer's hints are counted by: distinct experts that the step's rows chose (where anything had been named), that were
 named for it in time, and both; then named and found by hints from the layer before, from two before, and refined ones."""
 
-VERIFIED = ("hits", "late", "misses", "resident", "wasted_bytes", "copied_bytes")
+VERIFIED = ("hits", "late", "misses", "resident", "wasted_bytes", "copied_bytes", "copy_ns")
 """What workers say became of hints, as in forefetch.wire."""
 
 LAYER_TOTALS = (*HINT_COUNTS, *VERIFIED, "stall_ns")
@@ -71,7 +71,7 @@ class StepRecord:
 
     `layers` [L, 5]: start (after the step's), attention, gate, experts, combine. `calls` [L, W, 5]: rows, round trip, queue,
     copy wait, compute; all zero where a worker had no rows. A layer that was never stamped is all zero. `hints` [L, 11]:
-    time of the heads, part of it that was hidden behind workers, HINT_COUNTS. `verified` [L, W, 6]: VERIFIED.
+    time of the heads, part of it that was hidden behind workers, HINT_COUNTS. `verified` [L, W, 7]: VERIFIED.
     """
 
     step: int

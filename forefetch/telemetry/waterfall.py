@@ -131,7 +131,7 @@ class Waterfall:
         rows, round_trip, *reported = call
         resource = self._workers[worker]
         attributes: dict[str, Value] = {names.WORKER_ADDRESS: resource.instance, names.WORKER_ROWS: rows}
-        attributes |= {names.WORKER_COUNT.format(what): n for what, n in zip(VERIFIED[:3], verified, strict=False) if n}
+        attributes |= {names.WORKER_COUNT.format(what): n for what, n in zip(VERIFIED, verified, strict=True) if n}
         sent = self._child(parent.context, names.EXPERT_CALL, start, start + round_trip, attributes)
         sent.kind = CLIENT
         yield sent

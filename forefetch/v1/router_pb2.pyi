@@ -394,7 +394,7 @@ class HintCount(_message.Message):
     def __init__(self, named: _Optional[int] = ..., found: _Optional[int] = ...) -> None: ...
 
 class LayerHints(_message.Message):
-    __slots__ = ("layer", "chosen", "all", "next", "second", "refined", "hits", "late", "misses", "resident", "wasted_bytes", "copied_bytes", "stall_ns")
+    __slots__ = ("layer", "chosen", "all", "next", "second", "refined", "hits", "late", "misses", "resident", "wasted_bytes", "copied_bytes", "stall_ns", "copy_ns")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
@@ -408,6 +408,7 @@ class LayerHints(_message.Message):
     WASTED_BYTES_FIELD_NUMBER: _ClassVar[int]
     COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     STALL_NS_FIELD_NUMBER: _ClassVar[int]
+    COPY_NS_FIELD_NUMBER: _ClassVar[int]
     layer: int
     chosen: int
     all: HintCount
@@ -421,7 +422,8 @@ class LayerHints(_message.Message):
     wasted_bytes: int
     copied_bytes: int
     stall_ns: int
-    def __init__(self, layer: _Optional[int] = ..., chosen: _Optional[int] = ..., all: _Optional[_Union[HintCount, _Mapping]] = ..., next: _Optional[_Union[HintCount, _Mapping]] = ..., second: _Optional[_Union[HintCount, _Mapping]] = ..., refined: _Optional[_Union[HintCount, _Mapping]] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ..., resident: _Optional[int] = ..., wasted_bytes: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., stall_ns: _Optional[int] = ...) -> None: ...
+    copy_ns: int
+    def __init__(self, layer: _Optional[int] = ..., chosen: _Optional[int] = ..., all: _Optional[_Union[HintCount, _Mapping]] = ..., next: _Optional[_Union[HintCount, _Mapping]] = ..., second: _Optional[_Union[HintCount, _Mapping]] = ..., refined: _Optional[_Union[HintCount, _Mapping]] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ..., resident: _Optional[int] = ..., wasted_bytes: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., stall_ns: _Optional[int] = ..., copy_ns: _Optional[int] = ...) -> None: ...
 
 class LayerLoad(_message.Message):
     __slots__ = ("layer", "pairs")
@@ -564,7 +566,7 @@ class LayerTrace(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., start_ns: _Optional[int] = ..., attention_ns: _Optional[int] = ..., gate_ns: _Optional[int] = ..., experts_ns: _Optional[int] = ..., combine_ns: _Optional[int] = ..., calls: _Optional[_Iterable[_Union[WorkerCall, _Mapping]]] = ..., lookahead_ns: _Optional[int] = ..., lookahead_hidden_ns: _Optional[int] = ..., chosen: _Optional[int] = ..., named: _Optional[int] = ..., found: _Optional[int] = ...) -> None: ...
 
 class WorkerCall(_message.Message):
-    __slots__ = ("worker", "rows", "round_trip_ns", "queue_ns", "copy_wait_ns", "compute_ns", "hits", "late", "misses")
+    __slots__ = ("worker", "rows", "round_trip_ns", "queue_ns", "copy_wait_ns", "compute_ns", "hits", "late", "misses", "copied_bytes", "copy_ns")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     ROUND_TRIP_NS_FIELD_NUMBER: _ClassVar[int]
@@ -574,6 +576,8 @@ class WorkerCall(_message.Message):
     HITS_FIELD_NUMBER: _ClassVar[int]
     LATE_FIELD_NUMBER: _ClassVar[int]
     MISSES_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COPY_NS_FIELD_NUMBER: _ClassVar[int]
     worker: int
     rows: int
     round_trip_ns: int
@@ -583,4 +587,6 @@ class WorkerCall(_message.Message):
     hits: int
     late: int
     misses: int
-    def __init__(self, worker: _Optional[int] = ..., rows: _Optional[int] = ..., round_trip_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ...) -> None: ...
+    copied_bytes: int
+    copy_ns: int
+    def __init__(self, worker: _Optional[int] = ..., rows: _Optional[int] = ..., round_trip_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., copy_ns: _Optional[int] = ...) -> None: ...
