@@ -88,9 +88,9 @@ def _enter(
     x = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * dim
     if head < HEADS:
         first, second = _halves(x, q_weight, inside, at, eps, HALF, NORM)
-        to = q + (row * HEADS + head) * dim + at
-        tl.store(to, (first * c - second * s).to(q.dtype.element_ty), mask=inside)
-        tl.store(to + HALF, (second * c + first * s).to(q.dtype.element_ty), mask=inside)
+        out = q + (row * HEADS + head) * dim + at  # not `to`: a name has one type in all branches, and caches may be of another
+        tl.store(out, (first * c - second * s).to(q.dtype.element_ty), mask=inside)
+        tl.store(out + HALF, (second * c + first * s).to(q.dtype.element_ty), mask=inside)
     else:
         slot = tl.load(slots + row).to(tl.int64) * cache_slot + at
         if head < HEADS + KV_HEADS:
