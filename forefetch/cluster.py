@@ -62,9 +62,10 @@ class ClusterConfig(Config):
     )
     kv_format: str = setting(
         "auto",
-        """How keys and values are kept. auto keeps them in the compute type; a smaller type halves their memory and is named
-        in every answer as an approximation.""",
-        choices=("auto", "float32", "float16", "bfloat16"),
+        """How keys and values are kept. auto keeps them in the compute type. Smaller types, and sealed formats of 2 to 4 bits
+        with float16 outliers, sinks and tail, hold more tokens in the same memory and are named in every answer as an
+        approximation.""",
+        choices=("auto", "float32", "float16", "bfloat16", "e2m0", "asym2", "asym3", "mixed", "fp4"),
     )
     slots: str = setting(
         "100%",
