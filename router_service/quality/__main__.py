@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--recent", type=int, default=-1, metavar="N", help="newest tokens in float16; -1: the format's default")
     whole.add_argument("--outliers", type=int, default=1, metavar="N", help="channels of K in float16 (%(default)s)")
     whole.add_argument(
-        "--thirds", type=int, default=16, metavar="N", help="mixed: channels of K with a third bit (%(default)s)"
+        "--thirds", type=int, default=32, metavar="N", help="mixed: channels of K with a third bit (%(default)s)"
     )
     whole.add_argument("--exempt-layers", default="", metavar="N,N", help="layers that stay float16")
     whole.add_argument("--layers", action="store_true", help="seal one layer at a time: which ones a model is sensitive in")
