@@ -12,7 +12,7 @@ from typing import Any
 
 EPILOG = """\
 Formats: fp16, e2m0, asym2, mixed, asym3, fp4; baselines of equal bytes: kivi2, kivi2-g64, kivi2-g32, kivi3, kivi4, kivi4-g64.
-A name may carry options of its own: e2m0:recent=64,sinks=0. `python -m router_service.quality --help` lists the rest.
+A name may carry options of its own: e2m0:recent=64+sinks=0. `python -m router_service.quality --help` lists the rest.
 
 Examples:
   forefetch quality --model models/reference --text models/reference/heldout/*.txt

@@ -104,12 +104,12 @@ def setups(names: Sequence[str], format_of: KvFormat, thirds: int, recent: int, 
 
 
 def _options(name: str, options: str) -> dict[str, int]:
-    """ "recent=64,sinks=0" -> numbers."""
+    """`recent=64+sinks=0` -> numbers."""
     try:
-        pairs = [option.split("=") for option in options.split(",") if option]
+        pairs = [option.split("=") for option in options.split("+") if option]
         return {key: int(value) for key, value in pairs}
     except ValueError:
-        raise ConfigError(f"--formats {name}: options are written as name:recent=64,sinks=0") from None
+        raise ConfigError(f"--formats {name}: options are written as name:recent=64+sinks=0") from None
 
 
 class MinMaxCache:
