@@ -8,11 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-<<<<<<< HEAD
-from forefetch.cli import demo, generate, health, kv, lookahead, place, plan, stats, trace, up
-=======
-from forefetch.cli import demo, generate, health, lookahead, place, plan, quality, stats, trace, up
->>>>>>> 4684bdb (forefetch quality: perplexity, greedy agreement and bits of every KV format and of min-max baselines; scales with slope 1)
+from forefetch.cli import demo, generate, health, kv, lookahead, place, plan, quality, stats, trace, up
 from forefetch.errors import ConfigError, ForefetchError
 from forefetch.version import VERSION
 
@@ -21,19 +17,13 @@ __all__ = [
     "demo",
     "generate",
     "health",
-<<<<<<< HEAD
     "kv",
-=======
->>>>>>> 4684bdb (forefetch quality: perplexity, greedy agreement and bits of every KV format and of min-max baselines; scales with slope 1)
     "lookahead",
     "main",
     "parser",
     "place",
     "plan",
-<<<<<<< HEAD
-=======
     "quality",
->>>>>>> 4684bdb (forefetch quality: perplexity, greedy agreement and bits of every KV format and of min-max baselines; scales with slope 1)
     "stats",
     "trace",
     "up",
@@ -41,11 +31,7 @@ __all__ = [
 
 COMMANDS: dict[str, ModuleType] = {
     **{"up": up, "generate": generate, "demo": demo, "trace": trace, "stats": stats},
-<<<<<<< HEAD
-    **{"health": health, "kv": kv, "lookahead": lookahead, "plan": plan, "place": place},
-=======
-    **{"health": health, "lookahead": lookahead, "plan": plan, "place": place, "quality": quality},
->>>>>>> 4684bdb (forefetch quality: perplexity, greedy agreement and bits of every KV format and of min-max baselines; scales with slope 1)
+    **{"health": health, "kv": kv, "lookahead": lookahead, "plan": plan, "place": place, "quality": quality},
 }
 DESCRIPTION = """\
 Forefetch serves Mixture-of-Experts language models whose experts do not fit next to their attention layers:

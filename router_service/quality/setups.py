@@ -125,6 +125,10 @@ class MinMaxCache:
         """The attention of a step's rows."""
         return MinMaxStep(self, scale)
 
+    def recordable(self, batch: StepBatch) -> bool:
+        """Steps over this cache are not recorded."""
+        return False
+
     def commit(self, batch: StepBatch) -> None:
         """Nothing is kept."""
 
