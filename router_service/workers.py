@@ -129,8 +129,6 @@ class Workers:
             if worker.link is not None:
                 for layer, experts in worker.link.info.layers.items():
                     holds[worker.index, layer, list(experts)] = True
-        staying = holds & ~np.array([worker.leaving for worker in self.rows])[:, None, None]
-        holds = np.where(staying.any(axis=0), staying, holds)
         counts = holds.sum(axis=0)  # [L, E]
         turns = min(math.lcm(*(int(count) for count in np.unique(counts) if count)), MOST_TURNS)
         ranks = holds.cumsum(axis=0) - 1  # [W, L, E]: which of an expert's replicas a worker has

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from router_service.batch import PrefillRows, StepBatch
 from router_service.lookahead.runner import AllExperts
 from router_service.quality.setups import Setup
 from router_service.text import Text
-from router_service.trunk import Trunk
+from router_service.trunk import Cache, Trunk
 
 CONTEXTS = (512, 1024, 2048, 4096)
 HEAD_ROWS = 1024
@@ -100,14 +101,15 @@ class Meter:
         self.spec, checkpoint = ModelSpec.load(folder), Checkpoint(folder)
         self.device = device
         plain = Setup("fp16", None)
-        self.trunk = Trunk(self.spec, checkpoint, plain.cache(self.spec, 1, device), dtype=dtype, device=device)
+        cache = cast("Cache", plain.cache(self.spec, 1, device))
+        self.trunk = Trunk(self.spec, checkpoint, cache, dtype=dtype, device=device)
         self._experts = AllExperts(self.spec, checkpoint, dtype, device)
         self._stamps = StepRing(1, self.spec.layers, 1)
 
     def logits(self, setup: Setup, ids: Sequence[int]) -> Tensor:
         """Of every position of a sequence: [R, V]."""
         count, page = len(ids), setup.format.page if setup.format else 128
-        self.trunk.cache = setup.cache(self.spec, count, self.device)
+        self.trunk.cache = cast("Cache", setup.cache(self.spec, count, self.device))  # one step, never committed
         position = torch.arange(count, device=self.device)
         pages = list(range(1, 2 + count // page))
         batch = StepBatch(

@@ -17,12 +17,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from forefetch.errors import ConfigError
 from forefetch.kernels.kv_codec import KvFormat
-from forefetch.kernels.qkv import HeadNorms
 from forefetch.spec import ModelSpec
 from router_service.batch import StepBatch
 from router_service.cache import KvCache
 from router_service.sealed import SealedCache
-from router_service.trunk import Cache
 
 DEFAULT = ("fp16", "e2m0", "asym2", "mixed", "asym3", "fp4", "kivi2", "kivi2-g64", "kivi3", "kivi4-g64")
 BASELINES = {
@@ -45,7 +43,7 @@ class Setup:
     exempt: frozenset[int] = frozenset()
     baseline: tuple[int, int] | None = None
 
-    def cache(self, spec: ModelSpec, rows: int, device: torch.device) -> Cache:
+    def cache(self, spec: ModelSpec, rows: int, device: torch.device) -> KvCache | SealedCache | MinMaxCache:
         """Memory for one sequence of up to `rows` tokens, all in one step."""
         page = self.format.page if self.format else 128
         pages = 2 + rows // page
@@ -113,10 +111,8 @@ def _options(name: str, options: str) -> dict[str, int]:
 
 
 class MinMaxCache:
-    """The baseline, for one sequence from position 0 in one step. Nothing is packed: it is compared by what it computes."""
-
-    block_bytes = 0
-    dtype = torch.float16
+    """The baseline, for one sequence from position 0 in one step. Nothing is packed: it is compared by what it computes.
+    Only `step` of what a cache does."""
 
     def __init__(self, format: KvFormat, bits: int, group: int) -> None:
         self.format, self.page_size, self.steps, self.group = format, format.page, 2**bits - 1, group
@@ -124,21 +120,6 @@ class MinMaxCache:
     def step(self, batch: StepBatch, dtype: torch.dtype, scale: float) -> MinMaxStep:
         """The attention of a step's rows."""
         return MinMaxStep(self, scale)
-
-    def recordable(self, batch: StepBatch) -> bool:
-        """Steps over this cache are not recorded."""
-        return False
-
-    def commit(self, batch: StepBatch) -> None:
-        """Nothing is kept."""
-
-    def read_block(self, page: int) -> bytes:
-        """Nothing is kept."""
-        raise NotImplementedError
-
-    def write_block(self, page: int, data: bytes) -> None:
-        """Nothing is kept."""
-        raise NotImplementedError
 
     def rounded(self, x: Tensor) -> Tensor:
         """x [..., n] through codes, groups along the last dim."""
@@ -179,7 +160,3 @@ class MinMaxStep:
             )
             low = high
         return torch.cat(parts, 2).permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype)
-
-    def decode(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None) -> Tensor:
-        """Steps over this cache are not recorded."""
-        raise NotImplementedError
