@@ -63,7 +63,7 @@ def test_inspect_shows_chains(kept: Kv, capsys: pytest.CaptureFixture[str]) -> N
     assert forefetch("inspect", "--address", kept.address, "--digest", keys[1].digest.hex()[:10].upper()) == 0
     out = capsys.readouterr().out
     assert "e2m0 outliers=1" in out
-    assert [key.digest.hex()[:12] in out for key in (*keys, kept.keys(9)[0])] == [True, True, True, False]
+    assert [key.digest.hex()[:8] in out for key in (*keys, kept.keys(9)[0])] == [True, True, True, False]
     assert forefetch("inspect", "--address", kept.address, "--limit", "1", "--json") == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
 
