@@ -84,6 +84,13 @@ def test_verify_reads_every_block_and_drops_what_is_damaged(kept: Kv, capsys: py
     assert kept.client.stats().corrupt == 1
 
 
+def test_one_inspection_at_a_time(kept: Kv, capsys: pytest.CaptureFixture[str]) -> None:
+    with kept.servicer._operator:
+        assert forefetch("verify", "--address", kept.address) == 1
+        assert "another inspection is running" in capsys.readouterr().err
+    assert forefetch("verify", "--address", kept.address) == 0
+
+
 def test_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tokens").write_text("acme: acme-token-0123456789\n")
     (tmp_path / "token").write_text("acme-token-0123456789\n")
