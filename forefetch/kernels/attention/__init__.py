@@ -15,7 +15,7 @@ from forefetch.kernels.attention import cpu
 from forefetch.kernels.attention.chunks import ChunkPlan, fill_blocks, prefill_chunks
 from forefetch.kernels.attention.cpu import DecodePlan, plan_decode, prefill
 from forefetch.kernels.attention.paged import PagedPlan, decode_paged
-from forefetch.kernels.attention.sealed_cpu import decode_sealed_cpu as decode_sealed
+from forefetch.kernels.attention.sealed import decode_sealed
 from forefetch.kernels.attention.sealed_cpu import prefill_sealed_cpu as prefill_sealed
 
 __all__ = [

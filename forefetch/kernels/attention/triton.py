@@ -31,6 +31,11 @@ class Scratch:
     partial: Tensor
     stats: Tensor
 
+    @property
+    def splits(self) -> int:
+        """S."""
+        return self.partial.shape[2]
+
 
 def plan_scratch(rows: int, heads: int, kv_heads: int, dim: int, max_tokens: int, device: torch.device | str) -> Scratch:
     """Scratch for up to `rows` rows of up to `max_tokens` positions; its S fills the device's SMs."""
@@ -61,22 +66,27 @@ def decode_paged(
     _check(q, k_pool, v_pool, page_table, lengths, out, scratch)
     rows, heads, dim = q.shape
     kv_heads, _, page, _ = k_pool.shape
-    splits, padded = scratch.partial.shape[2], max(16, triton.next_power_of_2(dim))
-    group = heads // kv_heads
-    _split[(splits, kv_heads, rows)](
+    group, padded = heads // kv_heads, max(16, triton.next_power_of_2(dim))
+    _split[(scratch.splits, kv_heads, rows)](
         *(q, k_pool, v_pool, page_table, lengths, scratch.partial, scratch.stats, scale * math.log2(math.e)),
         *(q.stride(0), q.stride(1), *k_pool.stride()[:3], *v_pool.stride()[:3], page_table.stride(0)),
         *(group, max(16, triton.next_power_of_2(group)), dim, padded, page, BLOCK),
         num_warps=4,
         num_stages=3,
     )
-    tile = triton.next_power_of_2(splits)
-    channels = padded if splits <= 16 else max(16, min(padded, 2048 // tile))
+    merge(scratch, out)
+    return out
+
+
+def merge(scratch: Scratch, out: Tensor) -> None:
+    """Joins the splits of `scratch` into out [B, Hq, D], which may have fewer rows than it."""
+    rows, heads, dim = out.shape
+    padded, tile = triton.next_power_of_2(dim), triton.next_power_of_2(scratch.splits)
+    channels = padded if tile <= 16 else max(16, min(padded, 2048 // tile))  # all splits of these are one program's tile
     _merge[(rows, heads, triton.cdiv(dim, channels))](
-        *(scratch.partial, scratch.stats, out, out.stride(0), out.stride(1), splits, dim, tile, channels),
+        *(scratch.partial, scratch.stats, out, out.stride(0), out.stride(1), scratch.splits, dim, tile, channels),
         num_warps=1 if tile <= 8 else 4,
     )
-    return out
 
 
 def _check(
@@ -154,6 +164,7 @@ def _merge(
     total = tl.load(stats + at * 2 + 1, mask=s < splits, other=0.0)
     used = total != 0.0
     best = tl.max(tl.where(used, top, -float("inf")), 0)
+    best = tl.where(best > -float("inf"), best, 0.0)
     weight = tl.where(used, tl.exp2(top - best), 0.0)
     sums = tl.load(partial + at[:, None].to(tl.int64) * D + d[None, :], mask=used[:, None] & (d < D)[None, :], other=0.0)
     norm = tl.sum(total * weight, 0)

@@ -1,0 +1,97 @@
+"""Decode attention over sealed pages on Hopper GPUs: INT8 tensor cores on codes that lie as those want them.
+
+For pages of 128 tokens with head dim 128 in `e2m0` and `asym2`; `supports` says whether a shape is one of these. Everything
+that varies from step to step is read on the device, so one captured launch serves any lengths that the plan's table holds.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from forefetch.kernels.attention.gluon.kernel import split_sealed
+from forefetch.kernels.attention.sealed import SealedKv, SealedPlan
+from forefetch.kernels.attention.triton import Scratch, merge
+from forefetch.kernels.kv_codec.formats import KvFormat
+
+ONE = 0x3C003C00  # 1.0 twice in float16
+REGISTERS = 168  # per thread. 3 warps on each quarter of an SM; a fourth would need 128, which spills and is slower
+WARPS = 12  # on an SM
+
+
+def supports(format: KvFormat, group: int, device: torch.device) -> bool:
+    """Whether `decode_sealed` can read `format` for `group` query heads per KV head."""
+    fits = (
+        format.name in ("e2m0", "asym2") and format.head_dim == 128 and format.page == 128 and format.outliers in (0, 1, 2, 4)
+    )
+    return fits and group <= 8 and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def plan_splits(rows: int, kv_heads: int, max_pages: int, device: torch.device) -> int:
+    """Programs per row and KV head. Long work: one full wave, so that all end together. Short work: two thirds of a wave, and
+    at least two pages each, because a program's start and its share of the merge cost as much as some pages."""
+    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    pairs = rows * kv_heads
+    if pairs * max_pages >= 16 * WARPS * processors:
+        return max(1, WARPS * processors // pairs)
+    each = max(2, -(-pairs * max_pages // (8 * processors)))
+    return max(1, -(-max_pages // each))
+
+
+def plan_scratch(rows: int, heads: int, kv_heads: int, max_pages: int, device: torch.device) -> Scratch:
+    """Scratch for up to `rows` rows of up to `max_pages` sealed pages."""
+    splits = plan_splits(rows, kv_heads, max_pages, device)
+    return Scratch(
+        torch.empty((rows, heads, splits, 128), dtype=torch.float32, device=device),
+        torch.empty((rows, heads, splits, 2), dtype=torch.float32, device=device),
+    )
+
+
+def decode_sealed(
+    q: Tensor,
+    kv: SealedKv,
+    plan: SealedPlan,
+    format: KvFormat,
+    scale: float,
+    out: Tensor | None = None,
+    scratch: Scratch | None = None,
+) -> Tensor:
+    """q [B, Hq, 128] of any float type over sealed pages, tail and sinks -> [B, Hq, 128] in q's type.
+
+    Queries are taken as float16. A row of length 0 comes out as zeros. `out` and `scratch` are made when not given.
+    """
+    _check(q, kv, plan, format)
+    rows, heads, _ = q.shape
+    kv_heads, n_pages, blob = kv.pages.shape
+    out = torch.empty_like(q) if out is None else out
+    scratch = plan_scratch(rows, heads, kv_heads, plan.page_table.shape[1], q.device) if scratch is None else scratch
+    split_sealed[(scratch.splits, rows * kv_heads)](
+        *(q, kv.pages.view(torch.int32), kv.pages.view(torch.float16), plan.page_table, plan.sealed, plan.lengths, plan.tail),
+        *(kv.tail_k, kv.tail_v, kv.sink_k, kv.sink_v, scratch.partial, scratch.stats),
+        *(scale * math.log2(math.e), table(format), ONE, n_pages, kv.tail_k.shape[1], plan.page_table.stride(0)),
+        *(q.stride(0), q.stride(1), kv_heads, heads // kv_heads, blob, format.outliers, format.sinks, kv.tail_k.shape[2]),
+        num_warps=1,
+        maxnreg=REGISTERS,
+    )
+    merge(scratch, out)
+    return out
+
+
+def table(format: KvFormat) -> int:
+    """The four levels as bytes of a signed 32-bit number."""
+    return int.from_bytes(bytes(level & 255 for level in format.levels), "little", signed=True)
+
+
+def _check(q: Tensor, kv: SealedKv, plan: SealedPlan, format: KvFormat) -> None:
+    """Shapes and strides that the kernel relies on."""
+    if not supports(format, q.shape[1] // kv.pages.shape[0], q.device):
+        raise ValueError(f"no kernel for {format} on {q.device} with {q.shape[1]} heads over {kv.pages.shape[0]}")
+    if q.shape[1] % kv.pages.shape[0] or q.shape[2] != 128 or q.stride(2) != 1 or q.stride(1) % 8:
+        raise ValueError(f"queries {tuple(q.shape)} of strides {q.stride()} do not fit {kv.pages.shape[0]} KV heads of 128")
+    if kv.pages.shape[2] != format.blob_bytes or kv.sink_k.shape[2] != format.sinks or kv.tail_k.shape[2] < format.tail_tokens:
+        raise ValueError("pages, sinks or tail are not of this format")
+    parts = (kv.pages, kv.tail_k, kv.tail_v, kv.sink_k, kv.sink_v, plan.sealed, plan.lengths, plan.tail)
+    if not all(part.is_contiguous() for part in parts) or plan.page_table.stride(1) != 1:
+        raise ValueError("pages, tails, sinks and plan must be contiguous")

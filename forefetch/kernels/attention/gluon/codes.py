@@ -1,0 +1,146 @@
+"""Register arithmetic: codes -> int8 levels, numbers -> pairs of int8, and the orders of the summed index."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from forefetch.kernels.attention.gluon.layouts import A16, B8, B16, words_by
+
+# 16 codes of 2 bits -> 16 bytes in 4 registers. Two codes share a nibble, `prmt` looks up the four nibbles of a selector's
+# lower half: even codes, odd codes, and the upper halves of both. The shift by 16 is a float16 product with an opaque 1.0: that
+# occupies the FMA pipe, which has room, instead of the ALU pipe, which has not; masked bits cannot make a NaN and subnormals
+# are kept. Table ($20) and 1.0 ($36) are arguments of the kernel because ptxas would rebuild an immediate before every use.
+_DECODE = gl.constexpr("""{
+.reg .b32 even, odd, even_up, odd_up;
+.reg .b16 low, high, unit, unused;
+mov.b32 {unit, unused}, $36;
+and.b32 even, $4, 0x33333333;
+shr.u32 odd, $4, 2;
+and.b32 odd, odd, 0x33333333;
+mov.b32 {low, high}, even;
+mul.rn.f16 high, high, unit;
+mov.b32 even_up, {high, high};
+mov.b32 {low, high}, odd;
+mul.rn.f16 high, high, unit;
+mov.b32 odd_up, {high, high};
+prmt.b32 $0, $20, $20, even;
+prmt.b32 $1, $20, $20, odd;
+prmt.b32 $2, $20, $20, even_up;
+prmt.b32 $3, $20, $20, odd_up;
+}""")
+_DECODE_PINS = gl.constexpr("=r,=r,=r,=r," + ",".join(["r"] * 48))
+
+# Four float16 numbers of up to +-127 -> four high and four low bytes: x = high + low / 254, both signed. Adding 1,536 leaves
+# the nearest whole number in the lowest byte; what that leaves over is exact in float16.
+_BYTES = gl.constexpr("""{
+.reg .b32 magic, steps, a, b, rest;
+mov.b32 magic, 0x66006600;
+mov.b32 steps, 0x5bf05bf0;
+fma.rn.f16x2 a, $2, $4, magic;
+fma.rn.f16x2 b, $3, $5, magic;
+prmt.b32 $0, a, b, 0x6420;
+sub.rn.f16x2 a, magic, a;
+sub.rn.f16x2 b, magic, b;
+fma.rn.f16x2 rest, $2, $4, a;
+fma.rn.f16x2 a, rest, steps, magic;
+fma.rn.f16x2 rest, $3, $5, b;
+fma.rn.f16x2 b, rest, steps, magic;
+prmt.b32 $1, a, b, 0x6420;
+}""")
+STEPS = gl.constexpr(254.0)
+LIMIT = gl.constexpr(127.0)  # the most that a number split in two may be
+_JOIN = gl.constexpr("mad.lo.s32 $0, $1, 254, $2;")
+
+
+@gluon.jit
+def decode(buffer, chunk: gl.constexpr, W: gl.constexpr, table, one):
+    """Words [chunk * W, (chunk + 1) * W) of shared memory -> int8 operand B [128 summed, W / 8]."""
+    LAYOUT: gl.constexpr = words_by(W)
+    words = gl.expand_dims(buffer.slice(chunk * W, W).load(gl.SliceLayout(1, LAYOUT)), 1)
+    words, _ = gl.broadcast(words, gl.full([W, 16], 0, gl.int32, LAYOUT))
+    tables, ones = gl.full([W, 16], table, gl.int32, LAYOUT), gl.full([W, 16], one, gl.int32, LAYOUT)
+    levels = gl.inline_asm_elementwise(_DECODE, _DECODE_PINS, [words, tables, ones], dtype=gl.int8, is_pure=True, pack=16)
+    # word bits 9-7 | 6-4 | 3-2 | 1 | 0, then code bits 3-2 | 1-0 as `prmt` left them -> k6 | k5-4 | k3-2 | k1-0, n
+    levels = gl.reshape(levels, (W // 128, 8, 4, 2, 2, 4, 4))
+    levels = gl.reshape(gl.permute(levels, (4, 5, 2, 6, 0, 3, 1)), (128, W // 8))
+    return gl.convert_layout(levels, B8, assert_trivial=True)
+
+
+@gluon.jit
+def high_low(x, factor):
+    """float16 x, factor [8, k] with |x factor| <= 127 -> (high, low) int8: x factor = high + low / 254."""
+    return gl.inline_asm_elementwise(_BYTES, "=r,=r,r,r,r,r", [x, factor], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
+
+
+@gluon.jit
+def whole(high, low):
+    """int32 sums of products with high and low parts -> float32 sums of the products in steps of 1 / 254."""
+    return gl.inline_asm_elementwise(_JOIN, "=r,r,r", [high, low], dtype=gl.int32, is_pure=True, pack=1).to(gl.float32)
+
+
+@gluon.jit
+def stack(upper, lower, LAYOUT: gl.constexpr):
+    """Two [8, k] -> the 16 rows of an operand A."""
+    both = gl.reshape(gl.permute(gl.join(upper, lower), (2, 0, 1)), (16, upper.shape[1]))
+    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def unstack(acc):
+    """Accumulator [16, n] -> its upper and lower rows [8, n]."""
+    return gl.split(gl.permute(gl.reshape(acc, (2, 8, acc.shape[1])), (1, 2, 0)))
+
+
+@gluon.jit
+def channels_to_k8(x):
+    """[8, 128] by channel -> by k of the stored keys: k6..k0 = c4 c3 | c0 | c6 c5 | c2 c1."""
+    x = gl.permute(gl.reshape(x, (8, 4, 4, 4, 2)), (0, 2, 4, 1, 3))
+    return gl.reshape(x, (8, 128))
+
+
+@gluon.jit
+def fold_channels(x):
+    """Float16 [8, 128] by channel -> operand A [16, 64]: channels with c4 = 0 in the upper rows, the others in the lower ones;
+    k5..k0 = c3 c2 c1 | c6 c5 | c0, so that registers stay as QUERY has them."""
+    even, odd = gl.split(gl.permute(gl.reshape(x, (8, 4, 2, 8, 2)), (0, 3, 1, 4, 2)))
+    return stack(gl.reshape(even, (8, 64)), gl.reshape(odd, (8, 64)), A16)
+
+
+@gluon.jit
+def fold_vector(x):
+    """The same of a vector [128] in CHANNELS: two operands B [64, 8] with equal columns."""
+    even, odd = gl.split(gl.permute(gl.reshape(x, (4, 2, 8, 2)), (2, 0, 3, 1)))
+    return columns_of(gl.reshape(even, (64,)), 64), columns_of(gl.reshape(odd, (64,)), 64)
+
+
+@gluon.jit
+def columns_of(x, K: gl.constexpr):
+    """float16 [K] -> operand B [K, 8] with equal columns: a product's result is then in every lane that wants it."""
+    x = gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, B16), assert_trivial=True), 1)
+    x, _ = gl.broadcast(x, gl.full([K, 8], 0.0, gl.float16, B16))
+    return x
+
+
+@gluon.jit
+def tokens_to_k8(x, COLUMNS: gl.constexpr):
+    """[8, COLUMNS] by token -> by k of the stored values: k4..k0 = t4 | t2 t1 | t3 | t0."""
+    x = gl.permute(gl.reshape(x, (8, COLUMNS // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
+    return gl.reshape(x, (8, COLUMNS))
+
+
+@gluon.jit
+def quarters(x):
+    """[128] over tokens as stored, position bits t6 | t2 t1 | t5 | t4 t3 | t0 -> four vectors of 32 tokens in order."""
+    x = gl.permute(gl.reshape(x, (2, 4, 2, 4, 2)), (3, 1, 4, 0, 2))  # t4 t3 | t2 t1 | t0 | t6 | t5
+    even, odd = gl.split(gl.reshape(x, (32, 2, 2)))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def join_quarters(parts):
+    """Four [8, 32] -> [8, 128]."""
+    x = gl.join(gl.join(parts[0], parts[2]), gl.join(parts[1], parts[3]))
+    return gl.reshape(gl.permute(x, (0, 2, 3, 1)), (8, 128))

@@ -1,1 +1,0 @@
-"""What a KV format costs: perplexity, greedy agreement and bits, measured on a checkpoint."""

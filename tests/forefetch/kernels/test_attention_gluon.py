@@ -1,0 +1,106 @@
+"""The Hopper kernel over sealed pages against float64. It exists on a GPU alone: run with `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from sealed_scenes import Scene, expected_error, make_scene, relative, truth
+from torch import Tensor
+
+from forefetch.kernels.kv_codec import KvFormat
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SCALE = 128**-0.5
+# Within the sinks, around the first pages' edges and those of what is recent, many pages, an idle row.
+LENGTHS = [1, 15, 16, 17, 127, 128, 192, 193, 255, 256, 257, 320, 321, 1000, 0, 2049]
+
+
+def queries(rows: int, heads: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(rows, heads, 128, generator=torch.Generator().manual_seed(5)).to(dtype)
+
+
+def run(q: Tensor, scene: Scene, splits: int, scale: float = SCALE) -> Tensor:
+    """Poisoned output and scratch."""
+    from forefetch.kernels.attention import gluon
+    from forefetch.kernels.attention.triton import Scratch
+
+    on_device, q = scene.to("cuda"), q.cuda()
+    shape = (len(q) + 1, q.shape[1], splits)  # made for a larger batch
+    scratch = Scratch(torch.full((*shape, 128), torch.nan, device="cuda"), torch.full((*shape, 2), torch.nan, device="cuda"))
+    out = torch.full_like(q, torch.nan)
+    return gluon.decode_sealed(q, on_device.kv, on_device.plan, scene.format, scale, out, scratch).cpu()
+
+
+@pytest.mark.parametrize("group", [1, 4, 7, 8])
+@pytest.mark.parametrize("name", ["e2m0", "asym2"])
+def test_ragged_batch(name: str, group: int) -> None:
+    scene = make_scene(KvFormat(name), LENGTHS)
+    q = queries(len(LENGTHS), 2 * group)
+    expected, bound = truth(q, scene, SCALE), expected_error(q, scene, SCALE)
+    for splits in (1, 3, 7):
+        got = run(q, scene, splits)
+        assert bool((got[LENGTHS.index(0)] == 0).all())
+        assert relative(got, expected) < bound
+        for row, length in enumerate(LENGTHS):
+            if length:
+                assert relative(got[row], expected[row]) < 2 * bound, f"row of {length}"
+
+
+@pytest.mark.parametrize(("outliers", "sinks", "recent"), [(0, 0, 0), (2, 127, 64), (1, 1, 130), (4, 16, 1)])
+def test_parameters(outliers: int, sinks: int, recent: int) -> None:
+    scene = make_scene(KvFormat("e2m0", outliers=outliers, sinks=sinks, recent=recent), [1, 130, 258, 700])
+    q = queries(4, 8, torch.float16)
+    assert relative(run(q, scene, 2), truth(q, scene, SCALE)) < expected_error(q, scene, SCALE)
+
+
+@pytest.mark.parametrize("strength", [0.1, 4.0, 16.0])
+def test_flat_and_peaked_attention(strength: float) -> None:
+    """One token over a long flat rest, and scores that differ by hundreds."""
+    scene = make_scene(KvFormat("e2m0"), [1500, 700])
+    q = queries(2, 16) * strength
+    assert relative(run(q, scene, 3), truth(q, scene, SCALE)) < expected_error(q, scene, SCALE)
+
+
+def test_the_same_bits_every_time() -> None:
+    scene, q = make_scene(KvFormat("e2m0"), LENGTHS), queries(len(LENGTHS), 16)
+    assert torch.equal(run(q, scene, 3), run(q, scene, 3))
+
+
+def test_a_captured_graph_follows_lengths_and_tables() -> None:
+    """Captured on a short batch, replayed on a longer one: nothing of the plan is read on the host."""
+    from forefetch.kernels.attention import gluon
+
+    scene, q = make_scene(KvFormat("e2m0"), LENGTHS), queries(len(LENGTHS), 8)
+    on_device, query = scene.to("cuda"), q.cuda()
+    plan = dataclasses.replace(
+        on_device.plan, sealed=torch.zeros_like(on_device.plan.sealed), lengths=torch.zeros_like(on_device.plan.lengths)
+    )
+    gluon.decode_sealed(query, on_device.kv, plan, scene.format, SCALE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gluon.decode_sealed(query, on_device.kv, plan, scene.format, SCALE)
+    graph.replay()
+    assert bool((out == 0).all())
+    plan.sealed.copy_(on_device.plan.sealed)
+    plan.lengths.copy_(on_device.plan.lengths)
+    graph.replay()
+    assert relative(out.cpu(), truth(q, scene, SCALE)) < expected_error(q, scene, SCALE)
+
+
+def test_the_tolerance_catches_broken_kernels() -> None:
+    scene, q = make_scene(KvFormat("e2m0"), [200, 300]), queries(2, 8)
+    expected, bound = truth(q, scene, SCALE), expected_error(q, scene, SCALE)
+    plan, kv = scene.plan, scene.kv
+    wrong = {
+        "scale": run(q, scene, 2, SCALE * 1.05),
+        "sinks": run(q, dataclasses.replace(scene, kv=dataclasses.replace(kv, sink_v=kv.sink_v.flip(3))), 2),
+        "last tokens": run(q, dataclasses.replace(scene, plan=dataclasses.replace(plan, lengths=plan.lengths - 8)), 2),
+        "head": run(q, dataclasses.replace(scene, kv=dataclasses.replace(kv, pages=kv.pages.flip(0))), 2),
+    }
+    for name, got in wrong.items():
+        assert relative(got, expected) > bound, name
