@@ -83,7 +83,7 @@ class ClusterConfig(Config):
     )
     hints: str = setting(
         "auto",
-        """Naming the experts of later layers to workers ahead of time. auto: while some worker has fewer slots than experts.
+        """Naming the experts of later layers to workers ahead of time. auto: when that is measured to pay.
         The router's --help says more.""",
         choices=("auto", "plain", "attention", "off"),
     )

@@ -271,8 +271,7 @@ def hints(config: RouterConfig, trunk: Trunk, digest: str, dispatch: Dispatch) -
         log.warning("lookahead without trained heads: %s", error)
         trained = None
     heads = Lookahead(trunk, Estimator(trunk, {}), {}) if trained is None else trained.on(trunk)
-    mode = "plain" if config.hints == "auto" else config.hints
-    return Hints(heads, dispatch, mode=mode, always=config.hints != "auto", trained=trained is not None)
+    return Hints(heads, dispatch, setting=config.hints, trained=trained is not None)
 
 
 def _connector(

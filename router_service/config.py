@@ -166,8 +166,9 @@ class RouterConfig(AuthConfig):
         "auto",
         """Naming the experts of the next two layers to workers, so that these can copy them in time. Answers do not depend on
         it. plain: heads alone. attention: the attention of the layers ahead is run on estimates, which is much surer and costs
-        about as much again as all attention and gates of the step. auto: plain, and only while some worker has fewer slots than
-        experts; without copies there is nothing to gain. plain and attention also run, and are counted, without.""",
+        about as much again as all attention and gates of the step. auto: while some worker has fewer slots than experts, these
+        and off are tried for 8 steps each; what adds least to a step (waiting for copies, and heads) runs the next 1,024;
+        without copies off. plain and attention also run, and are counted, without.""",
         choices=("auto", "plain", "attention", "off"),
     )
     batch_buckets: str = setting(

@@ -167,6 +167,8 @@ class Engine:
             self._replay(plan)
             return True
         timings = stamps.finish(perf_counter_ns(), sampling_ns, len(plan.chunks), plan.tokens)
+        if self.parts.hints:
+            self.parts.hints.learn(timings)
         self._publish(plan, sampled, timings)
         self._step += 1
         return True

@@ -98,3 +98,32 @@ class Pace:
     def _learn(self, key: tuple[bool, int, bool], duration: int) -> None:
         before = self._spans.get(key)
         self._spans[key] = float(duration) if before is None else before + _WEIGHT * (duration - before)
+
+
+class Trial:
+    """Which of several ways costs least, found by trying: each for a few steps, then the best for many, then all again."""
+
+    def __init__(self, ways: Sequence[str], *, tried: int = 8, ignored: int = 2, kept: int = 1024) -> None:
+        """`tried`: steps of each way, of which the first `ignored` still pay for the way before; `kept`: steps of the best."""
+        self._ways, self._tried, self._ignored, self._kept = tuple(ways), tried, ignored, kept
+        self._costs: dict[str, float] = {}
+        self._seen, self._sum = 0, 0.0
+        self.way = self._ways[0]
+
+    def learn(self, cost: float) -> None:
+        """What a step in `way` cost; afterwards `way` is that of the next one. Whatever the ways are to be compared by."""
+        self._seen += 1
+        if len(self._costs) == len(self._ways):  # the best one is running
+            if self._seen >= self._kept:
+                self._costs.clear()
+                self._go_on(self._ways[0])
+            return
+        if self._seen > self._ignored:
+            self._sum += cost
+        if self._seen >= self._tried:
+            self._costs[self.way] = self._sum / (self._tried - self._ignored)
+            left = [way for way in self._ways if way not in self._costs]
+            self._go_on(left[0] if left else min(self._ways, key=self._costs.__getitem__))
+
+    def _go_on(self, way: str) -> None:
+        self.way, self._seen, self._sum = way, 0, 0.0

@@ -19,15 +19,16 @@ import numpy as np
 import torch
 
 from forefetch.hints import FIRST, REFINED, ExpertHint
-from forefetch.telemetry.ring import StepStamps
+from forefetch.telemetry.ring import StepStamps, Timings
 from router_service.batch import StepBatch
 from router_service.dispatch import Dispatch
-from router_service.forecast import Floats, Ints, Pace, chances, looked_at, shortlist
+from router_service.forecast import Floats, Ints, Pace, Trial, chances, looked_at, shortlist
 from router_service.lookahead.heads import Hint
 from router_service.trunk import Attend
 
 log = logging.getLogger("forefetch.router")
 
+OFF, PLAIN, ATTENTION = "off", "plain", "attention"  # heads do not run; alone; with the attention of the layers ahead
 NEXT, SECOND, AGAIN = 0, 1, 2  # made one layer before, two before, and again behind the layer before
 MOST_FAILURES = 8  # in a row; then heads stay off until the router starts again
 MOST_WAITING = 32  # answers that a GPU has not finished
@@ -68,7 +69,7 @@ class _Answer:
 
 
 class Hints:
-    """A trunk's observer. `mode`: "attention", "plain" or "off"; `always`: also while every expert is resident everywhere.
+    """A trunk's observer. `setting`: "attention", "plain", or "auto": what costs steps least, while any worker copies.
 
     Nothing here may end or change a step: what fails is counted and logged.
     """
@@ -78,27 +79,30 @@ class Hints:
         heads: Heads,
         dispatch: Dispatch,
         *,
-        mode: str,
-        always: bool,
+        setting: str,
         trained: bool,
         clock: Callable[[], int] = perf_counter_ns,
     ) -> None:
-        self.mode, self.always, self.trained = mode, always, trained
+        self.setting, self.trained = setting, trained
+        self._trial = Trial((OFF, PLAIN, ATTENTION)) if setting == "auto" else None
         self.sent = self.failures = 0
         self._heads, self._dispatch, self._workers, self._clock = heads, dispatch, dispatch.workers, clock
         spec = dispatch.workers.spec
         self._experts = spec.num_experts
         self._pace, self._failed_in_a_row = Pace(spec.moe_layers), 0
         self._now: _Step | None = None
+        self._mode, self._decodes = OFF, False
         self._waiting: SimpleQueue[_Answer | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @property
-    def running(self) -> bool:
-        """Whether heads run in steps that begin now. Where nobody ever copies an expert there is nothing to gain."""
-        if self.mode == "off" or self._failed_in_a_row >= MOST_FAILURES:
-            return False
-        return self.always or any(worker.copies for worker in self._workers.rows)
+    def mode(self) -> str:
+        """How heads run in the next step that only decodes. Where nobody ever copies an expert there is nothing to gain."""
+        if self._failed_in_a_row >= MOST_FAILURES:
+            return OFF
+        if self._trial is None:
+            return self.setting
+        return self._trial.way if any(worker.copies for worker in self._workers.rows) else OFF
 
     @property
     def dropped(self) -> int:
@@ -107,7 +111,8 @@ class Hints:
 
     def begin(self, batch: StepBatch, stamps: StepStamps) -> Hints | None:
         """A step starts: its observer, or None when heads do not run."""
-        if not self.running:
+        self._mode, self._decodes = self.mode, not batch.prefills
+        if self._mode == OFF:
             self._now = None
             return None
         self._dispatch.chosen = self._dispatch.chosen[:0]
@@ -124,6 +129,12 @@ class Hints:
     def returned(self, layer: int, x: torch.Tensor) -> None:
         """Names the next layer's again."""
         self._guarded(lambda step: self._returned(step, layer, x))
+
+    def learn(self, timings: Timings) -> None:
+        """The step is done. What it waited for copies and heads, over all else it did, is what ways are compared by."""
+        if self._trial is not None and self._decodes and any(worker.copies for worker in self._workers.rows):
+            paid = timings.copy_wait_ns + timings.lookahead_ns
+            self._trial.learn(paid / max(1, timings.total_ns - paid))
 
     def close(self) -> None:
         """Ends the thread, if there is one."""
@@ -169,7 +180,7 @@ class Hints:
     def _walks(self, step: _Step) -> bool:
         """Whether the attention ahead is run. Token by token only: in a prefill rows would see one another's estimates, and the
         whole chunk's attention would run again."""
-        return self.mode == "attention" and not step.batch.prefills
+        return self._mode == ATTENTION and not step.batch.prefills
 
     @staticmethod
     def _picked(step: _Step, part: torch.Tensor) -> torch.Tensor:

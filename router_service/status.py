@@ -85,10 +85,10 @@ class Status:
         """Without heads workers still tell what was not where it was needed."""
         layers = layer_hints(self.ring, self.spec.moe_layers)
         if hints is None:
-            return router_pb2.HintStats(mode="off", layers=layers)
+            return router_pb2.HintStats(setting="off", mode="off", layers=layers)
         return router_pb2.HintStats(
+            setting=hints.setting,
             mode=hints.mode,
-            running=hints.running,
             trained=hints.trained,
             sent=hints.sent,
             dropped=hints.dropped,

@@ -81,7 +81,9 @@ class Rig:
         stamps = self.ring.begin(self.steps, 0)
         observer = self.hints.begin(batch, stamps) if self.hints is not None else None
         logits = self.trunk.forward(batch, self.experts, stamps, observer)
-        stamps.finish(1, 0, len(plan.chunks), plan.tokens)
+        timings = stamps.finish(1, 0, len(plan.chunks), plan.tokens)
+        if self.hints is not None:
+            self.hints.learn(timings)
         self.scheduler.commit(plan, logits.argmax(-1).tolist())
         for chunk in plan.chunks:
             if chunk.request.generated == chunk.request.admitted.max_tokens:

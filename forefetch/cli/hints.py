@@ -29,12 +29,12 @@ def tables(stats: router_pb2.GetStatsResponse) -> Iterator[RenderableType]:
 
 
 def _line(hints: router_pb2.HintStats) -> Text:
-    if hints.mode == "off":
+    if hints.setting == "off":
         return Text("lookahead off", "dim")
-    state = ("running", "green") if hints.running else ("idle: every expert is where it is needed", "dim")
+    state = ("now off: copies cost less than heads would", "dim") if hints.mode == "off" else (f"now {hints.mode}", "green")
     heads = "trained heads" if hints.trained else "untrained heads"
     counts = f"  {hints.sent:,} hints sent, {hints.dropped:,} dropped, {hints.failures:,} failures"
-    return Text.assemble(("lookahead ", "dim"), (f"{hints.mode}, {heads}  ", "bold"), state, counts)
+    return Text.assemble(("lookahead ", "dim"), (f"{hints.setting}, {heads}  ", "bold"), state, counts)
 
 
 def _layers(layers: list[router_pb2.LayerHints]) -> Table:

@@ -368,22 +368,22 @@ class GetStatsResponse(_message.Message):
     def __init__(self, uptime_s: _Optional[float] = ..., requests_ok: _Optional[int] = ..., requests_failed: _Optional[_Mapping[str, int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., replayed_steps: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., ttft: _Optional[_Union[Quantiles, _Mapping]] = ..., tpot: _Optional[_Union[Quantiles, _Mapping]] = ..., step: _Optional[_Union[Quantiles, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., kv: _Optional[_Union[KvStatus, _Mapping]] = ..., mean_step: _Optional[_Union[StepTimings, _Mapping]] = ..., hints: _Optional[_Union[HintStats, _Mapping]] = ..., expert_load: _Optional[_Iterable[_Union[LayerLoad, _Mapping]]] = ...) -> None: ...
 
 class HintStats(_message.Message):
-    __slots__ = ("mode", "running", "trained", "sent", "dropped", "failures", "layers")
+    __slots__ = ("mode", "setting", "trained", "sent", "dropped", "failures", "layers")
     MODE_FIELD_NUMBER: _ClassVar[int]
-    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    SETTING_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     mode: str
-    running: bool
+    setting: str
     trained: bool
     sent: int
     dropped: int
     failures: int
     layers: _containers.RepeatedCompositeFieldContainer[LayerHints]
-    def __init__(self, mode: _Optional[str] = ..., running: bool = ..., trained: bool = ..., sent: _Optional[int] = ..., dropped: _Optional[int] = ..., failures: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerHints, _Mapping]]] = ...) -> None: ...
+    def __init__(self, mode: _Optional[str] = ..., setting: _Optional[str] = ..., trained: bool = ..., sent: _Optional[int] = ..., dropped: _Optional[int] = ..., failures: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerHints, _Mapping]]] = ...) -> None: ...
 
 class HintCount(_message.Message):
     __slots__ = ("named", "found")

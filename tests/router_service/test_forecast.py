@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from router_service.forecast import FLOOR, Pace, chances, looked_at, shortlist
+from router_service.forecast import FLOOR, Pace, Trial, chances, looked_at, shortlist
 
 EXPERTS = 12
 
@@ -120,3 +120,33 @@ def test_windows_are_never_negative_whatever_breaks_off_when(events: list[tuple[
         else:
             getattr(pace, kind)(layer, now)
         assert all(pace.window(target, now) >= 0 for target in (1, 2, 5))
+
+
+def steps(trial: Trial, costs: dict[str, float], count: int) -> list[str]:
+    """The ways of so many steps."""
+    found = []
+    for _ in range(count):
+        found.append(trial.way)
+        trial.learn(costs[trial.way])
+    return found
+
+
+WAYS = ("off", "plain", "attention")
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=3, max_size=3), st.integers(1, 9), st.integers(1, 30))
+def test_each_way_is_tried_and_the_cheapest_kept(values: list[float], tried: int, kept: int) -> None:
+    trial, costs = Trial(WAYS, tried=tried, ignored=tried - 1, kept=kept), dict(zip(WAYS, values, strict=True))
+    cycle = [way for way in WAYS for _ in range(tried)] + [min(WAYS, key=costs.__getitem__)] * kept
+    assert steps(trial, costs, 2 * len(cycle)) == 2 * cycle
+
+
+def test_a_way_does_not_pay_for_the_one_before_and_a_change_is_noticed() -> None:
+    trial = Trial(WAYS, tried=4, ignored=2, kept=50)
+    for way in WAYS:
+        for step in range(4):
+            assert trial.way == way
+            trial.learn(1_000.0 if step < 2 else {"off": 5.0, "plain": 2.0, "attention": 3.0}[way])
+    assert trial.way == "plain"
+    steps(trial, dict.fromkeys(WAYS, 9.0), 50)
+    assert steps(trial, {"off": 1.0, "plain": 2.0, "attention": 3.0}, 13)[-1] == "off"

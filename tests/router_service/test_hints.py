@@ -80,8 +80,8 @@ class World:
     requests: list[Request] = field(default_factory=list)
     pages: list[tuple[int, ...]] = field(default_factory=list)  # of the requests, while they had some
 
-    def hints(self, heads: Heads, mode: str, *, always: bool = True) -> Hints:
-        self.rig.hints = Hints(heads, self.dispatch, mode=mode, always=always, trained=False)
+    def hints(self, heads: Heads, setting: str) -> Hints:
+        self.rig.hints = Hints(heads, self.dispatch, setting=setting, trained=False)
         return self.rig.hints
 
     def answer(self) -> tuple[list[list[int]], list[Tensor]]:
@@ -310,16 +310,18 @@ def test_each_worker_hears_of_its_own_experts_likeliest_first(world: Callable[..
 
 def test_heads_run_by_themselves_only_where_experts_are_copied(world: Callable[..., World]) -> None:
     full, few = world(), world(slots="3")
-    for at, expected in ((full, False), (few, True)):
-        hints = at.hints(at.tier0(), "plain", always=False)
-        at.answer()
-        assert hints.running is expected
-        assert (hints.sent > 0) is expected
+    for at, copies in ((full, False), (few, True)):
+        hints = at.hints(at.tier0(), "auto")
+        modes = []
+        learn = hints.learn
+        hints.learn = lambda timings, learn=learn, hints=hints, modes=modes: (modes.append(hints.mode), learn(timings))  # type: ignore[method-assign]
+        at.requests = [at.rig.add(CASES[DEEP].prompt[:5], 60)]
+        at.rig.run()
+        assert set(modes) == ({"off", "plain", "attention"} if copies else {"off"}), "all are tried"
+        assert (hints.sent > 0) is copies
     few.dispatch.workers.lost(0, "gone")
     few.dispatch.workers.lost(1, "gone")
-    assert not few.rig.hints.running  # type: ignore[union-attr]  # what comes back may hold everything
-    off = few.hints(few.tier0(), "off", always=False)
-    assert not off.running
+    assert hints.mode == "off"  # what comes back may hold everything
 
 
 def test_heads_that_keep_failing_are_switched_off(world: Callable[..., World], caplog: pytest.LogCaptureFixture) -> None:
@@ -327,7 +329,7 @@ def test_heads_that_keep_failing_are_switched_off(world: Callable[..., World], c
     hints = at.hints(Failing(at.tier0()), "plain")
     at.answer()
     assert hints.failures == MOST_FAILURES
-    assert not hints.running
+    assert hints.mode == "off"
     assert "heads are broken" in caplog.text
 
 

@@ -140,12 +140,12 @@ def test_hints_are_shown_layer_by_layer_and_added_up() -> None:
         router_pb2.LayerHints(layer=2, chosen=200, all=router_pb2.HintCount(named=250, found=124)),
     ]
     found = full_stats()
-    found.hints.CopyFrom(router_pb2.HintStats(mode="plain", running=True, trained=True, sent=1_990, layers=layers))
+    found.hints.CopyFrom(router_pb2.HintStats(setting="auto", mode="plain", trained=True, sent=1_990, layers=layers))
     console = stats.Console(width=160)
     with console.capture() as shown:
         console.print(stats.render("a:1", found))
     lines = shown.get().splitlines()
-    assert any("plain, trained heads" in line and "1,990 hints sent" in line for line in lines)
+    assert any("auto, trained heads  now plain" in line and "1,990 hints sent" in line for line in lines)
     rows = {line.split()[0]: line.split() for line in lines if line.strip()}
     assert rows["1"][1:4] == ["800", "97.0", "%"]
     assert rows["0"][-1] == "2.5"
