@@ -1,4 +1,4 @@
-"""What hints are worth to a cluster whose workers have fewer slots than experts: one model, three modes, in one run.
+"""What hints are worth to a cluster whose workers have fewer slots than experts: one model, every mode, in one run.
 
     python -m benchmarks.hints [--model DIR] [--slots 50%] [--streams 1 8] [--tokens 64] [--save]
 
@@ -20,7 +20,7 @@ from forefetch.client import Client, Completion
 from forefetch.cluster import Cluster, ClusterConfig
 from forefetch.v1 import router_pb2
 
-MODES = ("off", "plain", "attention")
+MODES = ("off", "plain", "attention", "auto")
 PROMPT_CHARACTERS = 200
 
 
@@ -101,7 +101,10 @@ def main() -> None:
         print(f"\n{streams} streams, {arguments.slots} slots; answers {'equal' if same else 'DIFFER'}")
         for mode, outcome in outcomes.items():
             found = outcome.figures()
-            print(f"  {mode:10}" + "  ".join(f"{name} {value:.3g}" for name, (value, _) in found.items()))
+            print(
+                f"  {mode:10} (at the end {outcome.stats.hints.mode})  "
+                + "  ".join(f"{name} {value:.3g}" for name, (value, _) in found.items())
+            )
             case = f"{arguments.model.name}, {streams} streams, {arguments.slots} slots, hints {mode}"
             rows += [Row("hints", case, name, value, unit) for name, (value, unit) in found.items()]
     if arguments.save:
