@@ -7,7 +7,8 @@ import sys
 import torch
 
 from expert_worker.config import ExpertConfig, spin_ns
-from expert_worker.core import load
+from expert_worker.loading import Loader
+from expert_worker.placer import Placer
 from expert_worker.server import MAX_THREADS, SERVICE, ExpertService
 from forefetch import rpc, settings, shm
 from forefetch.errors import ConfigError, UnsupportedModel
@@ -35,7 +36,10 @@ def serve(config: ExpertConfig) -> None:
     )
     try:
         with rpc.loading("experts") as on_progress:
-            service.core = load(config, on_progress)
+            loader = Loader(config)
+            service.core = core = loader.core(on_progress)
+        if config.placed:
+            service.placer = Placer(core, loader)
         server.run()
     except UnsupportedModel as error:
         raise ConfigError(f"--model: {error}") from error

@@ -14,8 +14,10 @@ import grpc
 import torch
 
 from expert_worker.config import ExpertConfig, spin_ns
-from expert_worker.core import WorkerInfo, load
+from expert_worker.control import Control, Holdings
+from expert_worker.core import WorkerInfo
 from expert_worker.links import GrpcLink, Link, LocalLink, ShmLink
+from expert_worker.loading import load
 from forefetch import rpc, shm, wire
 from forefetch.errors import Mismatch, Unavailable
 from forefetch.v1 import expert_pb2, expert_pb2_grpc
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from forefetch.spec import ModelSpec
     from forefetch.weights import Checkpoint
 
-__all__ = ["ExpertConfig", "Link", "WorkerInfo", "connect", "local", "resident", "resident_of"]
+__all__ = ["Control", "ExpertConfig", "Holdings", "Link", "WorkerInfo", "connect", "local", "resident", "resident_of"]
 
 log = logging.getLogger("forefetch.expert.client")
 
@@ -128,6 +130,9 @@ def _describe(channel: grpc.Channel, timeout_s: float) -> WorkerInfo:
         max_rows=said.max_rows,
         shm_domain=said.shm_domain,
         version=said.version,
+        generation=said.generation,
+        held_shards=tuple(said.held_shards),
+        capacity=said.capacity,
         expert_format=said.expert_format or "stored",
     )
 

@@ -38,6 +38,14 @@ class ExpertConfig(ServiceConfig):
         """Placement file that `forefetch place` made from measured load: says which experts each of --shards workers holds, hot
         ones on several. Unset: equal parts.""",
     )
+    placed: bool = setting(
+        False,
+        """Hold no shard at first, but those that the routers' planner names, which may change while this worker runs. --shard
+        is ignored then; --shards is how finely experts can be moved, the same on all workers: some times their number.""",
+    )
+    max_shards: int = setting(
+        0, "Most shards a --placed worker may be given, so that they fit into its memory. 0: all. Each gets slots of its own."
+    )
     slots: str = setting(
         "100%",
         """Experts resident on the device at once: a count, or a percentage of those the worker holds. Below 100% all experts
@@ -85,9 +93,11 @@ class ExpertConfig(ServiceConfig):
             raise ConfigError("--model: name the folder of a checkpoint")
         if self.shards < 1 or not 0 <= self.shard < self.shards:
             raise ConfigError(f"--shard {self.shard} and --shards {self.shards}: the shard must be within 0 and shards - 1")
-        for name, least in (("threads", 0), ("max_rows", 1), ("spin_us", -1)):
+        for name, least in (("threads", 0), ("max_rows", 1), ("spin_us", -1), ("max_shards", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be at least {least}")
+        if self.placed and self.placement:
+            raise ConfigError("--placed and --placement: a worker is told by the routers' planner or by a file")
         self.slot_count(100)
 
     @property

@@ -14,8 +14,9 @@ from typing import Any, Literal, cast
 
 import grpc
 
-from expert_worker.core import Core
+from expert_worker.core import Core, shard_pairs
 from expert_worker.hinting import from_message
+from expert_worker.placer import Placer
 from forefetch import rpc, shm, wire
 from forefetch.errors import BadRequest, Mismatch, Overloaded, Unavailable
 from forefetch.frames import HEADROOM, FrameBuffer
@@ -31,6 +32,7 @@ class ExpertService:
 
     def __init__(self, spin: int) -> None:
         self.core: Core | None = None
+        self.placer: Placer | None = None
         self.routers = self.hinters = 0
         self._spin = spin
         self._guard = threading.Lock()
@@ -49,6 +51,11 @@ class ExpertService:
                 self.get_stats,
                 request_deserializer=expert_pb2.ExpertServiceGetStatsRequest.FromString,
                 response_serializer=expert_pb2.ExpertServiceGetStatsResponse.SerializeToString,
+            ),
+            "Place": unary(
+                self.place,
+                request_deserializer=expert_pb2.PlaceRequest.FromString,
+                response_serializer=expert_pb2.PlaceResponse.SerializeToString,
             ),
             "Forward": grpc.stream_stream_rpc_method_handler(self.forward),
             "OpenShm": grpc.stream_stream_rpc_method_handler(
@@ -111,7 +118,18 @@ class ExpertService:
             max_rows=info.max_rows,
             version=info.version,
             expert_format=info.expert_format,
+            generation=info.generation,
+            held_shards=info.held_shards,
+            capacity=info.capacity,
         )
+
+    @rpc.sync_handler
+    def place(self, request: expert_pb2.PlaceRequest, context: grpc.ServicerContext) -> expert_pb2.PlaceResponse:
+        """The planner's command."""
+        self._loaded()
+        if self.placer is None:
+            raise Mismatch("this worker holds a fixed shard; start it with --placed to have it told")
+        return expert_pb2.PlaceResponse(shards=self.placer.command(request.epoch, request.planner, request.shards))
 
     @rpc.sync_handler
     def get_stats(
@@ -129,10 +147,12 @@ class ExpertService:
                 setattr(stats, name, getattr(core, name))
             for name, value in core.verified._asdict().items():
                 setattr(stats, name, value)
-            stats.copies_failed = core.experts.copied.failed
-            stats.weight_bytes = core.experts.weight_bytes
-            pairs = iter(core.experts.load.ravel().tolist())
-            for layer, experts in core.info.layers.items():
+            info, evaluator = core.state
+            stats.copies_failed = evaluator.copied.failed
+            stats.weight_bytes = evaluator.weight_bytes
+            stats.shard_pairs.update(shard_pairs(info, evaluator))
+            pairs = iter(evaluator.load.ravel().tolist())
+            for layer, experts in info.layers.items():
                 stats.load.add(layer=layer, experts=experts, pairs=[next(pairs) for _ in experts])
         return stats
 

@@ -88,6 +88,10 @@ class LinkDown(Unavailable):
         self.worker = worker
 
 
+class Moved(Unavailable):
+    """An expert is not held here any more; whoever asked should find out who holds it now, and ask again."""
+
+
 class Draining(Unavailable):
     """The process no longer takes new work."""
 

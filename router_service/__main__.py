@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -48,19 +50,8 @@ async def serve(config: RouterConfig) -> None:
     hints = build.hints(config, trunk, checkpoint.digest, dispatch)
     parts = Parts(trunk, build.buffers(config, sizes, placement), dispatch, dispatch.workers, scheduler, recorder, kv, hints)
     engine = Engine(parts, Deliverer(asyncio.get_running_loop()), config.worker_grace_s)
-    status = Status(
-        config,
-        spec,
-        checkpoint.digest,
-        placement,
-        limits,
-        scheduler,
-        dispatch.workers,
-        recorder.metrics,
-        kv,
-        hints,
-        recorder.ring,
-    )
+    shown = (config, spec, checkpoint.digest, placement, limits, scheduler)
+    status = Status(*shown, dispatch.workers, recorder.metrics, kv, hints, recorder.ring)
     recorder.metrics.export(status.stats)
     SpanMetrics(registry, recorder.exporter)
     reader = Reader(limits, Text.load(Path(config.model)))
@@ -79,11 +70,12 @@ async def serve(config: RouterConfig) -> None:
         loaded=True,
     )
     try:
-        await asyncio.to_thread(dispatch.workers.wait_complete, config.start_timeout_s)
-        parts.trunk = await asyncio.to_thread(build.captured, trunk, parts.buffers, dispatch.workers, config)
-        engine.start()
-        await server.run()
-        await asyncio.to_thread(engine.stop)
+        with _followed(config, dispatch.workers):
+            await asyncio.to_thread(dispatch.workers.wait_complete, config.start_timeout_s)
+            parts.trunk = await asyncio.to_thread(build.captured, trunk, parts.buffers, dispatch.workers, config)
+            engine.start()
+            await server.run()
+            await asyncio.to_thread(engine.stop)
     finally:
         await server.stop()
         dispatch.workers.close()
@@ -94,6 +86,21 @@ async def serve(config: RouterConfig) -> None:
         recorder.exporter.close()
 
 
+@contextmanager
+def _followed(config: RouterConfig, workers: Workers) -> Iterator[None]:
+    """Keeps the table of workers up to date where they come and go."""
+    if config.service is None:
+        yield
+        return
+    from router_service.discovery import Discovery  # brings the Kubernetes client, which most routers do not need
+
+    discovery = Discovery(config, workers)
+    try:
+        yield
+    finally:
+        discovery.close()
+
+
 def _vitals(engine: Engine, step_timeout_s: float) -> rpc.Vitals:
     """Ready while every expert has a worker; alive while steps follow one another. A lost worker is no illness of ours."""
     pulse = rpc.Pulse(lambda: engine.progress, lambda: engine.working, max(60.0, 3 * step_timeout_s))
@@ -101,9 +108,8 @@ def _vitals(engine: Engine, step_timeout_s: float) -> rpc.Vitals:
 
 
 def _recorder(config: RouterConfig, spec: ModelSpec, workers: Workers, registry: CollectorRegistry) -> Recorder:
-    addresses = [worker.address for worker in workers.rows]
-    ring = StepRing(config.trace_steps, spec.layers, len(addresses))
-    book = RequestBook(ring, config.trace_requests, addresses)
+    ring = StepRing(config.trace_steps, spec.layers, len(workers.names))
+    book = RequestBook(ring, config.trace_requests, workers.names)
     exporter = Exporter(config, names.SERVICE_ROUTER, book=book, model=spec.name)
     return Recorder(ring, book, model=spec.name, registry=registry, exporter=exporter)
 

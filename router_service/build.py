@@ -206,7 +206,7 @@ def buffers(config: RouterConfig, sizes: Sizes, placement: Placement) -> StepBuf
     """Static step buffers; in fixed layouts where steps may be recorded."""
     device, buckets = placement.device, config.buckets(placement.device.type)
     shape = {"max_tokens": config.max_step_tokens, "max_batch": config.max_batch, "max_pages": sizes.max_pages}
-    if device.type == "cuda" and buckets and config.graphs == "auto" and not config.addresses():
+    if device.type == "cuda" and buckets and config.graphs == "auto" and config.workers == "local":
         prompts = sorted({min(rows, config.max_step_tokens) for rows in (*PROMPT_ROWS, config.max_step_tokens)})
         prompts = [] if placement.sealed else prompts  # chunks over sealed pages are planned on the host
         return LayoutBuffers(**shape, page_size=config.page_size, device=device, buckets=buckets, chunk_rows=prompts)
@@ -252,8 +252,11 @@ def conversations(digest: str, reader: Reader, kv: KvSide | None) -> Conversatio
 
 def dispatch(config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, placement: Placement) -> Dispatch:
     """The table of workers, already connecting, and the dispatch over it."""
-    addresses = config.addresses() or ("local",)
-    return Dispatch(Workers(spec, addresses, _connector(config, spec, checkpoint, placement)), config.step_timeout_s)
+    addresses, room = config.addresses() or ("local",), 0
+    if config.service:
+        addresses, room = (), config.max_workers
+    workers = Workers(spec, addresses, _connector(config, spec, checkpoint, placement), room=room)
+    return Dispatch(workers, config.step_timeout_s)
 
 
 def hints(config: RouterConfig, trunk: Trunk, digest: str, dispatch: Dispatch) -> Hints | None:
@@ -278,7 +281,7 @@ def _connector(
     config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, placement: Placement
 ) -> Callable[[str], expert.Link]:
     """How a link to an address is made."""
-    if not config.addresses():
+    if config.workers == "local":
         local = expert.ExpertConfig(
             model=config.model,
             allow_synthetic=config.allow_synthetic,

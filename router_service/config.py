@@ -8,6 +8,7 @@ from typing import ClassVar
 from forefetch.errors import ConfigError
 from forefetch.rpc.auth import AuthConfig
 from forefetch.settings import setting
+from router_service.discovery_config import DiscoveryConfig, service_of
 
 SEALED = ("e2m0", "asym2", "mixed", "asym3", "fp4")
 KV_FORMATS = ("auto", "float32", "bfloat16", "float16", *SEALED)
@@ -15,7 +16,7 @@ CUDA_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True)
-class RouterConfig(AuthConfig):
+class RouterConfig(AuthConfig, DiscoveryConfig):
     """The router: attention, gating and sampling, and the API that users call."""
 
     PROG: ClassVar[str] = "python -m router_service"
@@ -38,7 +39,8 @@ class RouterConfig(AuthConfig):
     workers: str = setting(
         "local",
         """Expert workers as host:port,host:port. Together they must hold every expert. local: one worker inside this
-        process, holding all experts, without a wire between.""",
+        process, holding all experts, without a wire between. kubernetes:NAMESPACE/SERVICE: those of a headless Service, which
+        may come and go; one of its routers says which worker holds what.""",
     )
     link: str = setting(
         "auto",
@@ -247,8 +249,15 @@ class RouterConfig(AuthConfig):
         return buckets
 
     def addresses(self) -> tuple[str, ...]:
-        """The workers' addresses; empty for the local worker."""
-        return () if self.workers == "local" else _addresses("--workers", self.workers, "local or host:port,host:port")
+        """The workers' addresses; empty for the local worker, and for those of a Service."""
+        if self.workers == "local" or self.service:
+            return ()
+        return _addresses("--workers", self.workers, "local, host:port,host:port or kubernetes:NAMESPACE/SERVICE")
+
+    @property
+    def service(self) -> tuple[str, str] | None:
+        """(namespace, name) of the Service whose workers come and go; None for a list or the local worker."""
+        return service_of(self.workers)
 
     def kv_addresses(self) -> tuple[str, ...]:
         """The KV services' addresses; empty: none."""

@@ -59,7 +59,7 @@ class Status:
             page_size=self.config.page_size,
             device=str(self.placement.device),
             dtype=f"DATA_TYPE_{dtype}",
-            workers=map(_worker, self.workers.rows),
+            workers=map(_worker, self.workers.known),
             version=VERSION,
         )
 
@@ -71,7 +71,7 @@ class Status:
             waiting=len(self.scheduler.waiting),
             pages_total=self.scheduler.pool.total - 1,
             pages_used=self.scheduler.pool.used,
-            workers=map(_worker, self.workers.rows),
+            workers=map(_worker, self.workers.known),
         )
         stats.hints.CopyFrom(self._hints(self.hints))
         for layer in self.spec.moe_layers:

@@ -25,6 +25,7 @@ CHART_OWN = frozenset(
     {
         *("listen", "metrics_listen", "health_listen", "otlp_endpoint", "trace_ratio", "drain_s", "allow_plaintext"),
         *("tls_cert", "tls_key", "tls_ca", "model", "workers", "kv", "shard", "shards", "dir", "disk_gb", "allow_anonymous"),
+        *("placed", "kube_api", "auth_tokens"),
     }
 )
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
@@ -100,11 +101,19 @@ def schema() -> dict[str, Any]:
             maxSurge=whole(0),
             service=strict(type=one_of("ClusterIP", "NodePort", "LoadBalancer"), port=whole(1, 65535), annotations=MAP),
         ),
-        expert=pods("expert", mode=one_of("pods", "sidecars", "local"), shards=whole(1, 64), replicas=whole(1), gpus=whole(0)),
+        expert=pods(
+            "expert",
+            mode=one_of("pods", "sidecars", "local"),
+            shards=whole(1, 256),
+            replicas=whole(1),
+            planned=strict(enabled=FLAG, workers=whole(1), leaveSeconds=whole(0)),
+            gpus=whole(0),
+        ),
         kv=pods("kv", enabled=FLAG, replicas=whole(1), storage=strict(sizeGiB=whole(0), storageClass=TEXT)),
         scheduling=strict(nodeSelector=MAP, tolerations=OBJECTS, runtimeClassName=TEXT, priorityClassName=TEXT, spread=TEXT),
         shmSizeLimit={"type": "string", "pattern": "^[0-9]+(Mi|Gi)$"},
         tls=strict(existingSecret=TEXT, allowPlaintext=FLAG),
+        auth=strict(existingSecret=TEXT),
         drain=strict(preStopSeconds=whole(0), seconds=whole(0)),
         telemetry=strict(
             otlpEndpoint={"type": "string", "pattern": "^((https?://)?[^/:]+:[0-9]+)?$"},

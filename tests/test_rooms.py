@@ -41,7 +41,7 @@ KERNELS_MAY = ("torch", "triton", "forefetch.kernels")
 
 # Rooms of a service, highest first: a module imports its own room and those below.
 ROOMS: dict[str, tuple[str, ...]] = {
-    "edge": ("__main__", "server", "client", "links", "hinting", "build", "status", "asking", "conversations"),
+    "edge": ("__main__", "server", "client", "links", "hinting", "control", "build", "status", "asking", "conversations"),
     "device": (
         *("engine", "trunk", "decoder", "captured", "layouts", "batch", "cache", "rope", "dispatch", "workers", "sampling"),
         *(
@@ -61,12 +61,14 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("disk", "vault", "session_log", "session_rows", "operators"),
         *("kv", "handover", "lane", "replicas", "prefix", "naming", "sessions"),
         *("host", "pool", "convert", "residency", "visit"),
+        *("composite", "loading", "placer", "discovery", "kubernetes_api", "reconciler"),
     ),
-    "config": ("config",),
+    "config": ("config", "discovery_config"),
     "pure": (
         *("__init__", "scheduler", "pages", "admission", "slots", "store", "store_sessions", "keys", "outbox", "intake"),
         *("store_order", "store_room", "parts", "labels"),
         *("segments", "cost", "journal", "prefetch", "misses", "forecast"),
+        *("endpoints", "election", "planner"),
     ),
 }
 PURE_MAY_NOT = (

@@ -6,7 +6,7 @@ copied per request; a step shared by a batch is stored once, in the ring. Times 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import NamedTuple
@@ -76,10 +76,10 @@ class _Batch:
 class RequestBook:
     """Safe from any thread; `worked` is the engine's and takes no lock."""
 
-    def __init__(self, ring: StepRing, capacity: int, workers: Iterable[str] = ()) -> None:
+    def __init__(self, ring: StepRing, capacity: int, workers: Sequence[str] = ()) -> None:
         """`capacity`: finished requests remembered. `workers`: addresses, in the ring's order."""
         self.ring, self.capacity = ring, capacity
-        self.workers = tuple(workers) or tuple(f"worker {index}" for index in range(ring.workers))
+        self.workers: Sequence[str] = workers or [f"worker {index}" for index in range(ring.workers)]
         self._running: dict[str, RequestRecord] = {}
         self._done: dict[str, RequestRecord] = {}
         self._batches: list[_Batch | None] = [None] * ring.capacity

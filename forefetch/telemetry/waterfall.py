@@ -41,7 +41,7 @@ class Waterfall:
     ) -> None:
         """`paced` slows down the reading of steps."""
         self._book, self._model, self._resource, self._paced = book, model, resource, paced
-        self._workers = [Resource(names.SERVICE_EXPERT, address) for address in book.workers]
+        self._workers: dict[str, Resource] = {}
         self._shared: OrderedDict[int, SpanContext] = OrderedDict()
 
     def draw(self, record: RequestRecord) -> Iterator[Span]:
@@ -129,7 +129,8 @@ class Waterfall:
 
     def _call(self, parent: Span, start: int, worker: int, call: list[int], verified: list[int]) -> Iterator[Span]:
         rows, round_trip, *reported = call
-        resource = self._workers[worker]
+        address = self._book.workers[worker]  # which may be another one than some requests ago
+        resource = self._workers.setdefault(address, Resource(names.SERVICE_EXPERT, address))
         attributes: dict[str, Value] = {names.WORKER_ADDRESS: resource.instance, names.WORKER_ROWS: rows}
         attributes |= {names.WORKER_COUNT.format(what): n for what, n in zip(VERIFIED, verified, strict=True) if n}
         sent = self._child(parent.context, names.EXPERT_CALL, start, start + round_trip, attributes)

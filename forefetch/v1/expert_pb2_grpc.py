@@ -55,6 +55,11 @@ class ExpertServiceStub(object):
                 request_serializer=forefetch_dot_v1_dot_expert__pb2.HintRequest.SerializeToString,
                 response_deserializer=forefetch_dot_v1_dot_expert__pb2.HintResponse.FromString,
                 _registered_method=True)
+        self.Place = channel.unary_unary(
+                '/forefetch.v1.ExpertService/Place',
+                request_serializer=forefetch_dot_v1_dot_expert__pb2.PlaceRequest.SerializeToString,
+                response_deserializer=forefetch_dot_v1_dot_expert__pb2.PlaceResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/forefetch.v1.ExpertService/GetStats',
                 request_serializer=forefetch_dot_v1_dot_expert__pb2.ExpertServiceGetStatsRequest.SerializeToString,
@@ -99,6 +104,14 @@ class ExpertServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Place(self, request, context):
+        """Says which shards this worker is to hold; the planner's command, for workers started with --placed. Answers at once; Describe
+        shows how far loading has come. FAILED_PRECONDITION for an epoch below the highest seen, and for workers with a fixed shard.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Counters since start, for operators.
         """
@@ -128,6 +141,11 @@ def add_ExpertServiceServicer_to_server(servicer, server):
                     servicer.Hint,
                     request_deserializer=forefetch_dot_v1_dot_expert__pb2.HintRequest.FromString,
                     response_serializer=forefetch_dot_v1_dot_expert__pb2.HintResponse.SerializeToString,
+            ),
+            'Place': grpc.unary_unary_rpc_method_handler(
+                    servicer.Place,
+                    request_deserializer=forefetch_dot_v1_dot_expert__pb2.PlaceRequest.FromString,
+                    response_serializer=forefetch_dot_v1_dot_expert__pb2.PlaceResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -244,6 +262,33 @@ class ExpertService(object):
             '/forefetch.v1.ExpertService/Hint',
             forefetch_dot_v1_dot_expert__pb2.HintRequest.SerializeToString,
             forefetch_dot_v1_dot_expert__pb2.HintResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Place(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forefetch.v1.ExpertService/Place',
+            forefetch_dot_v1_dot_expert__pb2.PlaceRequest.SerializeToString,
+            forefetch_dot_v1_dot_expert__pb2.PlaceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,10 @@ class ExpertServiceStub:
     bytes early and changes nothing else: one that makes no sense is counted and dropped, and losing the stream costs hints.
     The worker answers only hints that ask for it.
     """
+    Place: _grpc.UnaryUnaryMultiCallable[_expert_pb2.PlaceRequest, _expert_pb2.PlaceResponse]
+    """Says which shards this worker is to hold; the planner's command, for workers started with --placed. Answers at once; Describe
+    shows how far loading has come. FAILED_PRECONDITION for an epoch below the highest seen, and for workers with a fixed shard.
+    """
     GetStats: _grpc.UnaryUnaryMultiCallable[_expert_pb2.ExpertServiceGetStatsRequest, _expert_pb2.ExpertServiceGetStatsResponse]
     """Counters since start, for operators."""
 
@@ -72,6 +76,10 @@ class ExpertServiceAsyncStub(ExpertServiceStub):
     """Which experts later layers will probably need, from a router that serves its rows over Forward or OpenShm. A hint moves
     bytes early and changes nothing else: one that makes no sense is counted and dropped, and losing the stream costs hints.
     The worker answers only hints that ask for it.
+    """
+    Place: _aio.UnaryUnaryMultiCallable[_expert_pb2.PlaceRequest, _expert_pb2.PlaceResponse]  # type: ignore[assignment]
+    """Says which shards this worker is to hold; the planner's command, for workers started with --placed. Answers at once; Describe
+    shows how far loading has come. FAILED_PRECONDITION for an epoch below the highest seen, and for workers with a fixed shard.
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_expert_pb2.ExpertServiceGetStatsRequest, _expert_pb2.ExpertServiceGetStatsResponse]  # type: ignore[assignment]
     """Counters since start, for operators."""
@@ -117,6 +125,16 @@ class ExpertServiceServicer(metaclass=_abc_1.ABCMeta):
         """Which experts later layers will probably need, from a router that serves its rows over Forward or OpenShm. A hint moves
         bytes early and changes nothing else: one that makes no sense is counted and dropped, and losing the stream costs hints.
         The worker answers only hints that ask for it.
+        """
+
+    @_abc_1.abstractmethod
+    def Place(
+        self,
+        request: _expert_pb2.PlaceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_expert_pb2.PlaceResponse, _abc.Awaitable[_expert_pb2.PlaceResponse]]:
+        """Says which shards this worker is to hold; the planner's command, for workers started with --placed. Answers at once; Describe
+        shows how far loading has come. FAILED_PRECONDITION for an epoch below the highest seen, and for workers with a fixed shard.
         """
 
     @_abc_1.abstractmethod

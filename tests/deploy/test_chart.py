@@ -138,6 +138,18 @@ def test_sidecars_share_memory_with_the_router_and_outlive_it() -> None:
     assert sum(container["resources"]["limits"]["nvidia.com/gpu"] for container in (router, *sidecars)) == 8
 
 
+def test_callers_need_a_token_where_there_is_a_secret() -> None:
+    objects = manifests(values_of("three-nodes"))
+    config = next(config for service, config in configs(objects) if service == "router_service")
+    assert config.auth_tokens == "/etc/forefetch/auth/tokens"
+    assert not config.allow_anonymous
+    found = dict(pods(objects))
+    for name, key in (("demo-forefetch-router", "tokens"), ("demo-forefetch-test", "test-token")):
+        secret = next(volume["secret"] for volume in found[name]["volumes"] if volume["name"] == "auth")
+        assert [item["path"] for item in secret["items"]] == [key], "and nothing else of the Secret"
+    assert dict(configs(manifests({})))["router_service"].allow_anonymous
+
+
 def test_blocks_outlive_a_pod_where_there_is_a_volume() -> None:
     objects = manifests({"kv": {"storage": {"sizeGiB": 100, "storageClass": "fast"}}})
     config = dict(configs(objects))["kv_service"]
@@ -151,6 +163,27 @@ def test_blocks_outlive_a_pod_where_there_is_a_volume() -> None:
     assert claim["volumeClaimTemplates"][0]["spec"]["storageClassName"] == "fast"
     memory = dict(configs(manifests(values_of("cpu-trial"))))["kv_service"]
     assert memory.dir == ""
+
+
+def test_routers_that_place_workers_may_ask_for_just_that() -> None:
+    objects = manifests(values_of("planned"))
+    read = configs(objects)
+    router = next(config for service, config in read if service == "router_service")
+    assert router.service == ("llm", "demo-forefetch-expert")
+    rules = {
+        (group, resource): set(rule["verbs"])
+        for thing in objects
+        if thing["kind"] == "Role"
+        for rule in thing["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    assert set(rules) == {("discovery.k8s.io", "endpointslices"), ("coordination.k8s.io", "leases")}
+    names = next(thing for thing in objects if thing["kind"] == "Role")["rules"][-1]["resourceNames"]
+    assert names == [f"{router.service[1]}-planner"], "the Lease that routers write"
+    worker = next(config for service, config in configs(objects) if service == "expert_worker")
+    assert worker.placed
+    assert not any(thing["kind"] == "Role" for thing in manifests({})), "nothing is granted where nothing is asked"
 
 
 def test_every_name_that_is_referred_to_exists(objects: list[Manifest]) -> None:
@@ -178,8 +211,9 @@ def test_every_name_that_is_referred_to_exists(objects: list[Manifest]) -> None:
 
 
 def test_pods_are_locked_down(objects: list[Manifest]) -> None:
+    asks = {thing["kind"] for thing in objects} & {"Role"}
     for name, spec in pods(objects):
-        assert spec["automountServiceAccountToken"] is False, name
+        assert spec["automountServiceAccountToken"] is bool(asks and name.endswith("-router")), name
         assert spec["securityContext"]["runAsNonRoot"] is True
     for container in containers(objects):
         assert container["securityContext"] == {
@@ -217,8 +251,10 @@ def test_there_is_time_to_drain(objects: list[Manifest]) -> None:
     drain = {service: config.drain_s for service, config in configs(objects)}
     for name, spec in pods(objects):
         if not name.endswith("-test"):
-            service = next(c["args"][0] for c in spec["containers"])
-            assert spec["terminationGracePeriodSeconds"] > drain[service] + 5 + 10  # preStop, and the server's last resort
+            container = spec["containers"][0]
+            sleep = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])[1]
+            last_resort = 10
+            assert spec["terminationGracePeriodSeconds"] > int(sleep) + drain[container["args"][0]] + last_resort
 
 
 @pytest.mark.parametrize(
@@ -300,7 +336,7 @@ def test_notes_tell_a_call_that_the_command_takes(example: str) -> None:
     assert {call[0] for call in calls} == {"generate", "stats"}
     for call in calls:
         cli.parser().parse_args(call)
-    assert ("tls-ca" in notes) == (example == "three-nodes")
+    assert ("tls-ca" in notes) == ("token-file" in notes) == (example == "three-nodes")
 
 
 def test_helm_test_calls_what_the_command_takes(objects: list[Manifest]) -> None:

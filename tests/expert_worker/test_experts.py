@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from expert_worker.config import ExpertConfig
-from expert_worker.core import load
 from expert_worker.experts import Experts, Storage
+from expert_worker.loading import load
 from expert_worker.pool import plain
 from expert_worker.residency import CopyFailed
 from forefetch.errors import BadRequest

@@ -15,9 +15,10 @@ from torch import Tensor
 from worker_calls import WIRED, Model
 
 from expert_worker import client, server
-from expert_worker.core import Core, load
+from expert_worker.core import Core
 from expert_worker.experts import Experts
 from expert_worker.links import LocalLink
+from expert_worker.loading import load
 from expert_worker.residency import Wait
 from forefetch import rpc
 from forefetch.errors import ForefetchError

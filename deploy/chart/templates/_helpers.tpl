@@ -46,12 +46,19 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 {{- end }}
 
-{{/* Addresses of all workers: replica after replica, shards in order. */}}
+{{/* Not empty where routers are to find and place workers. */}}
+{{- define "forefetch.planned" -}}
+{{- if and (eq .Values.expert.mode "pods") .Values.expert.planned.enabled }}yes{{ end -}}
+{{- end }}
+
+{{/* Addresses of all workers: replica after replica, shards in order; or where to find them. */}}
 {{- define "forefetch.workers" -}}
 {{- $name := include "forefetch.fullname" . -}}
 {{- $addresses := list -}}
 {{- if eq .Values.expert.mode "sidecars" -}}
 {{- range $shard := until (int .Values.expert.shards) }}{{ $addresses = append $addresses (printf "127.0.0.1:%d" (add 50100 $shard)) }}{{ end -}}
+{{- else if include "forefetch.planned" . -}}
+{{- $addresses = append $addresses (printf "kubernetes:%s/%s-expert" .Release.Namespace $name) -}}
 {{- else if eq .Values.expert.mode "pods" -}}
 {{- $domain := printf "%s-expert.%s.svc.%s" $name .Release.Namespace .Values.clusterDomain -}}
 {{- range $replica := until (int .Values.expert.replicas) }}{{ range $shard := until (int $.Values.expert.shards) -}}
@@ -175,6 +182,20 @@ readinessProbe: # a call would be served now
 {{- end }}
 {{- end }}
 
+{{/* One entry of the Secret for callers. Argument: root, key. */}}
+{{- define "forefetch.authVolume" -}}
+{{- with .root.Values.auth.existingSecret }}
+- name: auth
+  secret: {secretName: {{ . }}, defaultMode: 0440, items: [{key: {{ $.key }}, path: {{ $.key }}}]}
+{{- end }}
+{{- end }}
+
+{{- define "forefetch.authMount" -}}
+{{- if .Values.auth.existingSecret }}
+- {name: auth, mountPath: /etc/forefetch/auth, readOnly: true}
+{{- end }}
+{{- end }}
+
 {{- define "forefetch.mounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: shm, mountPath: /dev/shm}
@@ -216,7 +237,6 @@ readinessProbe: # a call would be served now
 {{/* What the pods of all services have. Argument: root. */}}
 {{- define "forefetch.podBasics" -}}
 serviceAccountName: {{ include "forefetch.serviceAccount" . }}
-automountServiceAccountToken: false
 enableServiceLinks: false
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
@@ -225,7 +245,6 @@ imagePullSecrets:
   {{- end }}
 {{- end }}
 securityContext: {{- include "forefetch.podSecurity" . | nindent 2 }}
-terminationGracePeriodSeconds: {{ add .Values.drain.preStopSeconds .Values.drain.seconds 20 }}
 {{- end }}
 
 {{- define "forefetch.preStop" -}}
@@ -243,7 +262,7 @@ annotations:
 {{- end }}
 
 {{/* A worker's container. Argument: root, name, prefix of port names, host, port, health, metrics,
-     shard ("": the pod's ordinal), loadSeconds. */}}
+     shard ("": the pod's ordinal; "planned": what the planner says), loadSeconds. */}}
 {{- define "forefetch.expertContainer" -}}
 name: {{ .name }}
 image: {{ include "forefetch.image" .root }}
@@ -251,7 +270,9 @@ imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 args: [expert_worker]
 envFrom: [{configMapRef: {name: {{ include "forefetch.fullname" .root }}-expert}}]
 env:
-  {{- if eq .shard "" }}
+  {{- if eq .shard "planned" }}
+  - {name: FOREFETCH_EXPERT_PLACED, value: "true"}
+  {{- else if eq .shard "" }}
   - name: FOREFETCH_EXPERT_SHARD
     valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}
   {{- else }}
@@ -265,6 +286,11 @@ ports:
   - {name: {{ .prefix }}metrics, containerPort: {{ .metrics }}}
   - {name: {{ .prefix }}health, containerPort: {{ .health }}}
 {{- include "forefetch.probes" (dict "port" .health "loadSeconds" .loadSeconds) }}
+{{- if eq .shard "planned" }}
+lifecycle: # others load its experts meanwhile
+  preStop:
+    exec: {command: [sleep, {{ .root.Values.expert.planned.leaveSeconds | quote }}]}
+{{- end }}
 resources: {{- include "forefetch.resources" (dict "resources" .root.Values.expert.resources "gpus" .root.Values.expert.gpus) | nindent 2 }}
 securityContext: {{- include "forefetch.containerSecurity" .root | nindent 2 }}
 volumeMounts: {{- include "forefetch.mounts" .root | nindent 2 }}

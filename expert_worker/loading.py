@@ -1,0 +1,120 @@
+"""Reads a worker's experts as its settings say: on a CPU or a GPU, all of them in slots or not, one shard or several."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from expert_worker.composite import Composite, Evaluator
+from expert_worker.config import ExpertConfig
+from expert_worker.core import Core, WorkerInfo
+from expert_worker.experts import Experts, Storage
+from forefetch import placement, shm
+from forefetch.device import place
+from forefetch.errors import ConfigError
+from forefetch.kernels.grouped_mlp.formats import Kind
+from forefetch.placement import Shard
+from forefetch.spec import ModelSpec
+from forefetch.synthetic import open_model
+
+OnProgress = Callable[[int, int], None]
+"""(done, total)."""
+
+
+def load(config: ExpertConfig, on_progress: OnProgress = lambda done, total: None) -> Core:
+    """A worker as the settings say. Raises ConfigError or UnsupportedModel."""
+    return Loader(config).core(on_progress)
+
+
+class Loader:
+    """Reads shards of one checkpoint as the settings say. Raises ConfigError or UnsupportedModel."""
+
+    def __init__(self, config: ExpertConfig) -> None:
+        self._config = config
+        self._spec, self._checkpoint = open_model(config.model, allow_synthetic=config.allow_synthetic)
+        self._device, self._dtype = place(config.device, config.dtype, self._spec.dtype)
+        self._shards = placement.shard_of(self._spec.num_experts, config.shards)
+        self.info = WorkerInfo(
+            model_digest=self._checkpoint.digest,
+            model=self._spec.name,
+            shard=config.shard,
+            shards=config.shards,
+            layers={},
+            hidden_size=self._spec.hidden_size,
+            dtype=self._dtype,
+            device=str(self._device),
+            instance_id=secrets.token_hex(8),
+            max_rows=config.max_rows,
+            expert_format=config.experts,
+            shm_domain=shm.domain(),
+        )
+
+    def core(self, on_progress: OnProgress = lambda done, total: None) -> Core:
+        """A worker with its shard; with none if it is to be placed."""
+        config = self._config
+        if config.placed:
+            return Core(replace(self.info, shard=0, capacity=config.max_shards or config.shards), self.composite({}))
+        experts = self.shard(config.shard, on_progress)
+        return Core(replace(self.info, layers=self.held(config.shard), held_shards=(config.shard,)), experts)
+
+    def held(self, shard: int) -> dict[int, tuple[int, ...]]:
+        """MoE layer -> the shard's experts. ConfigError for a placement that does not fit."""
+        config, spec = self._config, self._spec
+        if not config.placement:
+            return dict.fromkeys(spec.moe_layers, self._shards[shard])
+        try:
+            text = Path(config.placement).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--placement: {config.placement} cannot be read ({type(error).__name__})") from None
+        shards = placement.parse(text, spec.moe_layers, spec.num_experts)
+        if len(shards) != config.shards:
+            raise ConfigError(f"--placement: is for {len(shards)} workers, --shards is {config.shards}")
+        return shards[shard]
+
+    def composite(self, parts: Mapping[int, Evaluator]) -> Composite:
+        """An evaluator of several shards."""
+        return Composite(self._spec.moe_layers, self._shards, parts)
+
+    def shard(self, shard: int, on_progress: OnProgress = lambda done, total: None) -> Evaluator:
+        """An evaluator of one shard."""
+        config, held = self._config, self.held(shard)
+        slots = config.slot_count(sum(map(len, held.values())))
+        _check_slots(config, self._spec, held, slots)
+        kept = (config.expert_format, config.cache_folder, config.max_rows, config.miss, config.check_copies)
+        how = {"device": self._device, "dtype": self._dtype, "on_progress": on_progress}
+        if self._device.type == "cuda" and _has_kernels(self._spec):
+            return self._on_gpu(held, Storage(slots, *kept), how)
+        return Experts(self._spec, self._checkpoint, held, Storage(slots, *kept), **how)  # type: ignore[arg-type]
+
+    def _on_gpu(self, held: Shard, storage: Storage, how: dict[str, Any]) -> Evaluator:
+        """Experts packed in the GPU's memory: all of them, or in slots."""
+        from expert_worker.packed import PackedExperts, packed_format
+        from expert_worker.packed_slots import SlottedExperts
+
+        config, spec, checkpoint = self._config, self._spec, self._checkpoint
+        kind = cast(Kind, str(self._dtype).removeprefix("torch.") if config.experts == "stored" else config.experts)
+        format = packed_format(spec, kind, self._dtype, self._device)
+        if storage.slots == sum(map(len, held.values())):
+            if len(set(held.values())) > 1:  # a placement with another set in every layer
+                return Experts(spec, checkpoint, held, storage, **how)
+            return PackedExperts(spec, checkpoint, held[spec.moe_layers[0]], format, max_rows=config.max_rows, **how)
+        return SlottedExperts(spec, checkpoint, held, replace(storage, format=format), **how)
+
+
+def _has_kernels(spec: ModelSpec) -> bool:
+    """Whether the device kernels take experts of these sizes."""
+    return spec.hidden_size % 32 == 0 and spec.expert_width % 32 == 0
+
+
+def _check_slots(config: ExpertConfig, spec: ModelSpec, held: dict[int, tuple[int, ...]], slots: int) -> None:
+    """ConfigError when one token's experts of one layer do not fit."""
+    most, total = max(map(len, held.values())), sum(map(len, held.values()))
+    need = min(spec.top_k, most)
+    if slots < need:
+        raise ConfigError(
+            f"--slots {config.slots}: {slots} slots for the {total} experts that this worker holds; a token needs up to {need} "
+            f"(top-{spec.top_k}) of the {most} of a layer at once"
+        )
