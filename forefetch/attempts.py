@@ -44,6 +44,9 @@ class Attempts:
 
     def again(self, error: ForefetchError, now: float) -> float:
         """Seconds to wait before `request` goes to `address`. Raises the error when it must not, or was often enough."""
+        if self._never_began(error):
+            self.request = self._original  # to the router that knows it
+            return 0.0
         if self._original.HasField("session"):
             self._resume(error)
         elif not isinstance(error, Unavailable) or self._seen or len(self._addresses) == 1:
@@ -57,13 +60,17 @@ class Attempts:
         rounds = self._failures // len(self._addresses)
         return min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** (rounds - 1)) if rounds else 0.0
 
+    def _never_began(self, error: ForefetchError) -> bool:
+        """Whether a router says that the answer that was to be resumed is not there. Raises what was before, if some of it was
+        seen: then the session is gone."""
+        if not isinstance(error, NotFound) or self._lost is None or self.request is self._original:
+            return False
+        if self._seen > self._original.session.next_index:
+            raise self._lost
+        return True
+
     def _resume(self, error: ForefetchError) -> None:
         """The request that goes on where the stream broke off."""
-        if isinstance(error, NotFound) and self._lost is not None and self.request is not self._original:
-            if self._seen > self._original.session.next_index:
-                raise self._lost  # the session is gone, and with it what came before
-            self.request = self._original  # it never began
-            return
         if not isinstance(error, Unavailable):
             raise error
         self._lost = error

@@ -28,7 +28,7 @@ from google.protobuf.message import Message
 
 from forefetch import messages, rpc
 from forefetch.attempts import Attempts
-from forefetch.errors import ForefetchError
+from forefetch.errors import ForefetchError, Unavailable
 from forefetch.messages import Completion, Event, Finish, Options, Prompt, Session, StepTimings, Token, Usage
 from forefetch.telemetry import context
 from forefetch.v1 import router_pb2, router_pb2_grpc
@@ -119,23 +119,37 @@ class Client:
 
     async def tokenize(self, prompt: str | Sequence[Mapping[str, str]], *, timeout: float = UNARY_TIMEOUT_S) -> list[int]:
         """Text or chat messages -> ids, as `generate` would feed the model."""
-        return list((await self._call(self._stub.Tokenize, messages.tokenize_request(prompt), timeout)).ids)
+        request = messages.tokenize_request(prompt)
+        return list((await self._call(lambda stub: stub.Tokenize, request, timeout)).ids)
 
     async def describe(self, *, timeout: float = UNARY_TIMEOUT_S) -> router_pb2.DescribeResponse:
         """What the router serves."""
-        return await self._call(self._stub.Describe, router_pb2.DescribeRequest(), timeout)
+        return await self._call(lambda stub: stub.Describe, router_pb2.DescribeRequest(), timeout)
 
     async def stats(self, *, timeout: float = UNARY_TIMEOUT_S) -> router_pb2.GetStatsResponse:
         """Counters and gauges since the router began to serve."""
-        return await self._call(self._stub.GetStats, router_pb2.GetStatsRequest(), timeout)
+        return await self._call(lambda stub: stub.GetStats, router_pb2.GetStatsRequest(), timeout)
 
     async def trace(self, request_id: str, *, timeout: float = UNARY_TIMEOUT_S) -> router_pb2.GetTraceResponse:
         """Where one request's time went, step by step. NotFound once the router has forgotten it."""
-        return await self._call(self._stub.GetTrace, router_pb2.GetTraceRequest(request_id=request_id), timeout)
+        return await self._call(lambda stub: stub.GetTrace, router_pb2.GetTraceRequest(request_id=request_id), timeout)
 
-    async def _call(self, method: Callable[..., Awaitable[R]], request: Message, timeout: float) -> R:
-        with _our_errors():
-            return await method(request, timeout=timeout, metadata=_metadata() + self._bearer)
+    async def _call(
+        self,
+        method: Callable[[router_pb2_grpc.RouterServiceAsyncStub], Callable[..., Awaitable[R]]],
+        request: Message,
+        timeout: float,
+    ) -> R:
+        """A call that changes nothing, to the first router that is there."""
+        for left in reversed(range(len(self._addresses))):
+            try:
+                with _our_errors():
+                    return await method(self._stub)(request, timeout=timeout, metadata=_metadata() + self._bearer)
+            except Unavailable:
+                if not left:
+                    raise
+                self._at = (self._at + 1) % len(self._addresses)
+        raise AssertionError("there is an address")
 
 
 class SyncClient:
@@ -195,23 +209,33 @@ class SyncClient:
 
     def tokenize(self, prompt: str | Sequence[Mapping[str, str]], *, timeout: float = UNARY_TIMEOUT_S) -> list[int]:
         """See `Client.tokenize`."""
-        return list(self._call(self._stub.Tokenize, messages.tokenize_request(prompt), timeout).ids)
+        return list(self._call(lambda stub: stub.Tokenize, messages.tokenize_request(prompt), timeout).ids)
 
     def describe(self, *, timeout: float = UNARY_TIMEOUT_S) -> router_pb2.DescribeResponse:
         """See `Client.describe`."""
-        return self._call(self._stub.Describe, router_pb2.DescribeRequest(), timeout)
+        return self._call(lambda stub: stub.Describe, router_pb2.DescribeRequest(), timeout)
 
     def stats(self, *, timeout: float = UNARY_TIMEOUT_S) -> router_pb2.GetStatsResponse:
         """See `Client.stats`."""
-        return self._call(self._stub.GetStats, router_pb2.GetStatsRequest(), timeout)
+        return self._call(lambda stub: stub.GetStats, router_pb2.GetStatsRequest(), timeout)
 
     def trace(self, request_id: str, *, timeout: float = UNARY_TIMEOUT_S) -> router_pb2.GetTraceResponse:
         """See `Client.trace`."""
-        return self._call(self._stub.GetTrace, router_pb2.GetTraceRequest(request_id=request_id), timeout)
+        return self._call(lambda stub: stub.GetTrace, router_pb2.GetTraceRequest(request_id=request_id), timeout)
 
-    def _call(self, method: Callable[..., R], request: Message, timeout: float) -> R:
-        with _our_errors():
-            return method(request, timeout=timeout, metadata=_metadata() + self._bearer)
+    def _call(
+        self, method: Callable[[router_pb2_grpc.RouterServiceStub], Callable[..., R]], request: Message, timeout: float
+    ) -> R:
+        """See `Client._call`."""
+        for left in reversed(range(len(self._addresses))):
+            try:
+                with _our_errors():
+                    return method(self._stub)(request, timeout=timeout, metadata=_metadata() + self._bearer)
+            except Unavailable:
+                if not left:
+                    raise
+                self._at = (self._at + 1) % len(self._addresses)
+        raise AssertionError("there is an address")
 
 
 def _seen(attempts: Attempts, response: router_pb2.GenerateResponse, started: float) -> Event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 from cluster_calls import SMALL, Answer, Background, Router, Start, assert_fit_for_a_client, until
 from reference_model import CASES, Oracle
 
+from forefetch.cli import main
 from forefetch.client import Finish, SyncClient
 from forefetch.cluster import Cluster
 from forefetch.v1 import router_pb2
@@ -221,6 +223,29 @@ def test_a_client_does_not_notice_that_its_router_is_killed(
         assert (tokens, text) == (whole.token_ids, whole.text)
         after = client.complete([11], session=name, max_tokens=3)
         assert after.usage.prompt_tokens == len(PROMPT) + LONG + 1
+
+
+def test_the_command_starts_continues_and_resumes(
+    routers: tuple[Router, Router], clusters: tuple[Cluster, Cluster], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def generate(*arguments: str) -> dict[str, Any]:
+        # Nobody listens on the first port: the next router is asked.
+        addresses = f"127.0.0.1:9,{clusters[0].address}"
+        flags = ("--address", addresses, "--json", "--session", "cli", "--max-tokens", "6", "--ignore-eos", "--seed", "3")
+        resuming = flags[:5] if "--resume" in arguments else flags
+        assert main(["generate", *resuming, *arguments]) == 0
+        answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return answer
+
+    first = generate("--start", "The router keeps")
+    second = generate("and the wire")
+    again = generate("--resume")
+    assert second["usage"]["prompt_tokens"] > first["usage"]["prompt_tokens"] + 6
+    assert (again["token_ids"], again["text"]) == (second["token_ids"], second["text"])
+    assert again["session"]["resumed_tokens"] == 6
+    assert all(answer["session"]["saved"] for answer in (first, second, again))
+    with SyncClient(f"127.0.0.1:9,{clusters[0].address}") as client:
+        assert client.describe().vocab_size == 320
 
 
 def test_a_turn_that_never_reached_its_session_is_not_mistaken_for_the_last_one(routers: tuple[Router, Router]) -> None:

@@ -62,8 +62,8 @@ def test_what_never_began_is_sent_as_it_was() -> None:
     attempts = make(id="s")
     attempts.again(GONE, 0.0)
     assert attempts.request.session.mode == RESUME
-    attempts.again(NotFound("no such answer"), 0.0)
-    assert attempts.request.text == "x"
+    assert attempts.again(NotFound("no such answer"), 0.0) == 0.0
+    assert (attempts.address, attempts.request.text) == ("b", "x")  # "a" is gone, and would say so again
     with pytest.raises(NotFound):
         attempts.again(NotFound("no such session"), 0.0)
 

@@ -267,6 +267,27 @@ def test_several_services_share_and_one_away_costs_its_share_only(services: list
     services[1].wait_ready(30)
 
 
+def test_sessions_are_spread_over_services_and_one_away_costs_its_own_only(
+    services: list[Process], make: Callable[..., Rig]
+) -> None:
+    rig = make([process.address for process in services[:2]])
+    sessions, prefix = rig.kv.sessions, os.urandom(4).hex()
+    names = [f"{prefix}-{i}" for i in range(8)]
+    holders = {name: rig.replicas.of_session(name).address for name in names}
+    assert set(holders.values()) == {process.address for process in services[:2]}
+    epochs = {name: sessions.claim(name, 5.0).epoch for name in names}
+    services[1].signal(signal.SIGKILL)
+    services[1].end(5)
+    for name in names:
+        if holders[name] == services[0].address:
+            assert sessions.claim(name, 5.0).epoch == epochs[name] + 1
+        else:
+            with pytest.raises(Unavailable):
+                sessions.claim(name, 1.0)
+    services[1].spawn()
+    services[1].wait_ready(30)
+
+
 # A service that misbehaves
 
 
