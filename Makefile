@@ -47,6 +47,7 @@ check: $(STAMP) ## lint, format, types
 bench: $(STAMP) ## measure; appends to benchmarks/results.csv
 	$(BIN)/python -m benchmarks.link_round_trip
 	$(BIN)/python -m benchmarks.decode_throughput
+	$(BIN)/python -m benchmarks.kv_store
 	$(BIN)/python -m benchmarks.kv_prefix
 
 clean: ## remove what the other targets made

@@ -26,7 +26,7 @@ TAIL_TOKENS = 208
 
 ELEMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 # Sealed pages, bytes of K and V of 128 tokens of one head of 128 channels (forefetch/kernels/kv_codec/formats.py).
-PAGE_BYTES = {"e2m0": 9_600, "asym2": 9_600, "mixed": 9_856, "asym3": 13_696, "fp4": 18_304}
+PAGE_BYTES = {"e2m0": 9_600, "asym2": 9_600, "mixed": 10_112, "asym3": 13_696, "fp4": 18_304}
 KV_FORMATS = (*ELEMENT_BYTES, *PAGE_BYTES)
 # Bytes of a weight: codes, and a float16 scale per 128 of them (forefetch/kernels/grouped_mlp/formats.py).
 EXPERT_BYTES = {**ELEMENT_BYTES, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}

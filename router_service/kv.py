@@ -166,12 +166,12 @@ class KvSide:
             replicas=services,
         )
         status.sessions, status.session_records = self.sessions.live, self.sessions.counts.records
-        status.session_failures.update(self.sessions.counts.failures)
+        status.session_failures.update(dict(self.sessions.counts.failures))
         if self.prefix is not None:
             counts = self.prefix.counts
             status.prefix_loads, status.prefix_skipped = counts.loads, counts.skipped
             status.blocks_loaded, status.bytes_loaded = counts.blocks, counts.blocks * self.prefix.cost.block_bytes
-            status.prefix_misses.update(counts.missed)
+            status.prefix_misses.update(dict(counts.missed))
         return status
 
     def close(self, timeout_s: float) -> None:

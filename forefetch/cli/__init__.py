@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from forefetch.cli import demo, generate, health, kv, lookahead, place, plan, stats, trace, up
+from forefetch.cli import demo, generate, health, kv, lookahead, place, plan, quality, stats, trace, up
 from forefetch.errors import ConfigError, ForefetchError
 from forefetch.version import VERSION
 
@@ -23,6 +23,7 @@ __all__ = [
     "parser",
     "place",
     "plan",
+    "quality",
     "stats",
     "trace",
     "up",
@@ -30,7 +31,7 @@ __all__ = [
 
 COMMANDS: dict[str, ModuleType] = {
     **{"up": up, "generate": generate, "demo": demo, "trace": trace, "stats": stats},
-    **{"health": health, "kv": kv, "lookahead": lookahead, "plan": plan, "place": place},
+    **{"health": health, "kv": kv, "lookahead": lookahead, "plan": plan, "place": place, "quality": quality},
 }
 DESCRIPTION = """\
 Forefetch serves Mixture-of-Experts language models whose experts do not fit next to their attention layers:

@@ -35,6 +35,7 @@ Examples:
 
 Exit status of verify: 0 when every block is whole, 1 when some were damaged; those are dropped."""
 
+_LINE = "{:<10} {:<8} {:<8} {:>13} {:>9} {:>4}  {:<8} {:<8} {}"
 # Label, and the counters behind it that are worth a word when they are not 0.
 FAULTS = (
     ("corrupt", "dropped: bytes differ from their checksum"),
@@ -128,24 +129,19 @@ def _inspect(stub: Any, args: argparse.Namespace, metadata: Any) -> int:
         for block in blocks:
             print(json.dumps(plain(block)))
         return 0
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("tenant", "block", "after", "model", "format", "where"):
-        table.add_column(heading)
-    for heading in ("tokens", "size", "children"):
-        table.add_column(heading, justify="right")
+    print(_LINE.format("tenant", "block", "after", "tokens", "size", "next", "where", "model", "format"))
     for block in blocks:
-        table.add_row(*_cells(block))
-    Console(highlight=False).print(table)
+        print(_LINE.format(*_cells(block)))
     return 0
 
 
 def _cells(block: pb.InspectResponse) -> tuple[str, ...]:
     key, origin = block.key, block.origin
+    tokens = f"{key.position}..{key.position + len(key.token_ids)}"
+    where = "+".join(name for name, there in (("mem", block.in_memory), ("disk", block.on_disk)) if there)
     form = " ".join(text for text in (origin.kv_format, origin.params) if text)
-    where = "+".join(name for name, there in (("memory", block.in_memory), ("disk", block.on_disk)) if there)
-    tokens = f"{key.position:,}..{key.position + len(key.token_ids):,}"
-    names = (block.tenant, key.digest.hex()[:12], key.parent.hex()[:12], origin.model_digest[:12], form, where)
-    return (*map(escape, names), tokens, _size(block.size), f"{block.children:,}")
+    names = (block.tenant, key.digest.hex()[:8], key.parent.hex()[:8])
+    return (*names, tokens, _size(block.size), str(block.children), where, origin.model_digest[:8], form)
 
 
 def _verify(stub: Any, args: argparse.Namespace, metadata: Any) -> int:

@@ -255,6 +255,9 @@ _ROUTER: tuple[Row[Any], ...] = (
     (names.KV_LOADED_BYTES, _of_kv("bytes_loaded")),
     (names.KV_PREFIX_MISSES, lambda stats: [((reason,), count) for reason, count in stats.kv.prefix_misses.items()]),
     (names.KV_SKIPPED, _of_kv("prefix_skipped")),
+    (names.SESSIONS, _of_kv("sessions")),
+    (names.SESSION_RECORDS, _of_kv("session_records")),
+    (names.SESSION_FAILURES, lambda stats: [((reason,), count) for reason, count in stats.kv.session_failures.items()]),
 )
 _EXPERT: tuple[Row[Any], ...] = (
     (names.EXPERT_CALLS, lambda stats: stats.calls),

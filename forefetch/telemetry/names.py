@@ -126,6 +126,9 @@ KV_LOADED = Metric("forefetch_router_kv_blocks_loaded_total", "Cached blocks loa
 KV_LOADED_BYTES = Metric("forefetch_router_kv_bytes_loaded_total", "Bytes of cached blocks loaded.")
 KV_PREFIX_MISSES = Metric("forefetch_router_kv_prefix_misses_total", "Requests not wholly loaded, by reason.", ("reason",))
 KV_SKIPPED = Metric("forefetch_router_kv_prefix_skipped_total", "Prefixes not looked up because computing is faster.")
+SESSIONS = Metric("forefetch_router_sessions", "Answers with a session that run, or whose end is on its way to the log.")
+SESSION_RECORDS = Metric("forefetch_router_session_records_total", "Records written to logs of sessions.")
+SESSION_FAILURES = Metric("forefetch_router_session_failures_total", "Answers whose log stayed incomplete.", ("reason",))
 
 # Expert worker.
 EXPERT_CALLS = Metric("forefetch_expert_calls_total", "Layer calls answered.")

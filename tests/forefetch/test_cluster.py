@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,12 @@ def test_link_local_is_a_router_alone(config: ClusterConfig) -> None:
         assert "--workers=local" in line
         assert "--slots=50%" in line
         assert "--metrics-listen=127.0.0.1:9" in line
+
+
+def test_a_folder_for_the_kv_service(config: ClusterConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Cluster.start(replace(config, kv_dir="kept")) as cluster:
+        assert f"--dir={tmp_path / 'kept'}" in loading_line(cluster.processes["kv"])
 
 
 def test_children_get_allocator_and_thread_settings_but_the_users_win(

@@ -39,7 +39,7 @@ def test_sizes_are_those_of_the_published_model() -> None:
 def test_bytes_of_sealed_pages_are_those_of_the_format(name: str) -> None:
     from forefetch.kernels.kv_codec.formats import KvFormat
 
-    assert KvFormat(name, thirds=16 if name == "mixed" else 0).blob_bytes == plan.PAGE_BYTES[name]
+    assert KvFormat(name, thirds=32 if name == "mixed" else 0).blob_bytes == plan.PAGE_BYTES[name]
 
 
 @pytest.mark.parametrize("name", list(plan.EXPERT_BYTES))

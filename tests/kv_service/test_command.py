@@ -63,7 +63,7 @@ def test_inspect_shows_chains(kept: Kv, capsys: pytest.CaptureFixture[str]) -> N
     assert forefetch("inspect", "--address", kept.address, "--digest", keys[1].digest.hex()[:10].upper()) == 0
     out = capsys.readouterr().out
     assert "e2m0 outliers=1" in out
-    assert [key.digest.hex()[:12] in out for key in (*keys, kept.keys(9)[0])] == [True, True, True, False]
+    assert [key.digest.hex()[:8] in out for key in (*keys, kept.keys(9)[0])] == [True, True, True, False]
     assert forefetch("inspect", "--address", kept.address, "--limit", "1", "--json") == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
 
@@ -82,6 +82,13 @@ def test_verify_reads_every_block_and_drops_what_is_damaged(kept: Kv, capsys: py
     assert forefetch("verify", "--address", kept.address, "--json") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["blocks"] == 3
     assert kept.client.stats().corrupt == 1
+
+
+def test_one_inspection_at_a_time(kept: Kv, capsys: pytest.CaptureFixture[str]) -> None:
+    with kept.servicer._operator:
+        assert forefetch("verify", "--address", kept.address) == 1
+        assert "another inspection is running" in capsys.readouterr().err
+    assert forefetch("verify", "--address", kept.address) == 0
 
 
 def test_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

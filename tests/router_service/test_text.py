@@ -112,7 +112,8 @@ def test_only_an_open_character_is_held_back(texts: dict[str, tuple[Text, int]],
     out = ""
     for count, token in enumerate(ids, start=1):
         out += stream.push(token)
-        assert text.decode(ids[:count]) in (out, out + "\ufffd")
+        # Two bytes of a surrogate (ED A0) are open to Python's decoder, and two characters to the tokenizer's.
+        assert text.decode(ids[:count]) in (out, out + "\ufffd", out + "\ufffd\ufffd")
     assert out + stream.finish() == text.decode(ids)
 
 
@@ -228,6 +229,35 @@ def test_a_template_may_refuse_and_may_be_missing(tmp_path: Path) -> None:
         text.chat([("user", "x")])
     with pytest.raises(BadRequest, match="no chat template"):
         Text(save(tmp_path / "b", byte_level())).chat([("user", "x")])
+
+
+CHATML = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_turns_that_follow_are_what_the_template_writes_behind_the_answer(tmp_path: Path) -> None:
+    text = Text(save(tmp_path, byte_level(), CHATML))
+    end = text._tokenizer.token_to_id("<|im_end|>")
+    following = [("user", "and then?")]
+    expected = text.encode("<|im_end|>\n<|im_start|>user\nand then?<|im_end|>\n<|im_start|>assistant\n", special=False)
+    assert text.chat_on(following, [5, 6]) == expected, "an answer that broke off gets its end"
+    assert text.chat_on(following, [5, end]) == expected[1:], "one that ended has it already"
+    # A whole conversation in one go is the same text, if the answer's tokens are those of its text.
+    first, answer = [("user", "hello")], "a story"
+    whole = text.chat([*first, ("assistant", answer), *following])
+    told = [*text.chat(first), *text.encode(answer, special=False)]
+    assert text.decode([*told, *text.chat_on(following, told)]) == text.decode(whole)
+
+
+def test_a_template_that_hides_answers_cannot_go_on(tmp_path: Path) -> None:
+    text = Text(
+        save(tmp_path, byte_level(), "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}")
+    )
+    with pytest.raises(BadRequest, match="chat"):
+        text.chat_on([("user", "x")], [5])
 
 
 def test_a_template_cannot_reach_the_process(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ blob. A value is `scale * level + zero`; for keys scale and zero belong to a cha
 |---------|----------------------------------------------------------------|---------------------|-------------------|
 | `e2m0`  | +1 +4 -1 -4: exponent bit of radix 4, then sign                | 2 bits              | 2.34              |
 | `asym2` | -3 -1 +1 +3                                                    | 2 bits              | 2.34              |
-| `mixed` | -6 -2 +2 +6, and +-1 more in the `thirds` worst channels of K  | 2 bits, some 3      | 2.41 (16 channels)|
+| `mixed` | -6 -2 +2 +6, and +-1 more in the `thirds` worst channels of K  | 2 bits, some 3      | 2.47 (32 channels)|
 | `asym3` | -7 -5 ... +7 as the same 2 bits and +-1                        | 2-bit + 1-bit plane | 3.34              |
 | `fp4`   | E2M1 doubled: 0 1 2 3 4 6 8 12 and their negatives (bit 3)     | 4 bits              | 4.47              |
 

@@ -9,10 +9,10 @@ from forefetch.kernels.kv_codec.formats import ALIGN, SATURATION
 
 THIRDS = {"mixed": 16}
 FORMATS = ("e2m0", "asym2", "mixed", "asym3", "fp4")
-# Signal to quantisation noise of a Gaussian at 128 values a group: Lloyd-Max reaches 9.3 dB with 2 bits and 14.6 with 3; fp4
-# with a scale per 32 was seen at 20.6. A tenth of a decibel is what 6 pages of 16,384 values leave to chance; half a one is
-# a defect.
-DECIBEL = {"e2m0": 9.2, "asym2": 9.2, "asym3": 14.2, "fp4": 20.0}
+# Signal to quantisation noise of a Gaussian at 128 values a group: Lloyd-Max reaches 9.3 dB with 2 bits and 14.6 with 3, and a
+# scale with slope 1 costs 0.3 and 0.1 of it; fp4 with a scale per 32 was seen at 20.6. A tenth of a decibel is what 6 pages of
+# 16,384 values leave to chance; half a one is a defect.
+DECIBEL = {"e2m0": 8.8, "asym2": 8.8, "asym3": 14.1, "fp4": 20.0}
 
 
 def make(name: str, head_dim: int = 128, **options: int) -> KvFormat:
@@ -101,7 +101,7 @@ def test_what_comes_back_is_as_close_as_the_format_allows(name: str, head_dim: i
     format = make(name, head_dim, page=page, sinks=4)
     k, v = random_pages(format, 6)
     opened_k, opened_v = open_pages(seal(k, v, format), format)
-    bound = DECIBEL.get(name, 9.2)
+    bound = DECIBEL.get(name, 8.8)
     assert decibel(k, opened_k, 1) > bound  # the outlier channel is exact, so keys may be far better
     assert decibel(v, opened_v, 2) > bound
     assert torch.equal(opened_k[:, :, 3], k[:, :, 3].half().float())
@@ -115,6 +115,17 @@ def test_constant_groups_are_exact_and_finite(name: str, value: float) -> None:
     expected = x.clamp(-SATURATION, SATURATION).half().float()
     for opened in open_pages(seal(x, x, format), format):
         assert torch.equal(opened, expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_scores_of_a_matching_query_are_not_too_small(name: str) -> None:
+    """A query that equals a key finds it with nearly the score that it had: at two bits, least squares would leave 0.885."""
+    format = make(name, outliers=0)
+    k, v = torch.randn(2, 8, 128, 128, generator=torch.Generator().manual_seed(3)).unbind()
+    for part, opened, dim in zip((k, v), open_pages(seal(k, v, format), format), (1, 2), strict=True):
+        centred = part - part.mean(dim, keepdim=True)
+        slope = float((opened * centred).sum() / centred.square().sum())
+        assert 0.92 < slope < 1.01
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -1,0 +1,162 @@
+"""What is compared: every sealed format, and min-max quantisation as the baseline of equal bytes.
+
+The baseline is KIVI's scheme (arXiv 2402.02750): asymmetric integers between minimum and maximum, K per channel in groups of
+tokens, V per token in groups of channels, a float16 scale and zero per group, the newest tokens in float16; no sinks, no
+outliers, nothing fitted. It runs under the same rule of which tokens are quantised as the format that it stands beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from forefetch.errors import ConfigError
+from forefetch.kernels.kv_codec import KvFormat
+from forefetch.spec import ModelSpec
+from router_service.batch import StepBatch
+from router_service.cache import KvCache
+from router_service.sealed import SealedCache
+
+DEFAULT = ("fp16", "e2m0", "asym2", "mixed", "asym3", "fp4", "kivi2", "kivi2-g64", "kivi3", "kivi4-g64")
+BASELINES = {
+    "kivi2": (2, 128),
+    "kivi2-g64": (2, 64),
+    "kivi2-g32": (2, 32),
+    "kivi3": (3, 128),
+    "kivi4": (4, 128),
+    "kivi4-g64": (4, 64),
+}
+"""Bits of a code, elements of a group."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One thing to measure. `format` says for a baseline which tokens are quantised; None: all stay float16."""
+
+    name: str
+    format: KvFormat | None
+    exempt: frozenset[int] = frozenset()
+    baseline: tuple[int, int] | None = None
+
+    def cache(self, spec: ModelSpec, rows: int, device: torch.device) -> KvCache | SealedCache | MinMaxCache:
+        """Memory for one sequence of up to `rows` tokens, all in one step."""
+        page = self.format.page if self.format else 128
+        pages = 2 + rows // page
+        if self.format is None:
+            return KvCache(spec, pages=pages, page_size=page, dtype=torch.float16, device=device)
+        if self.baseline is not None:
+            return MinMaxCache(self.format, *self.baseline)
+        return SealedCache(spec, self.format, exempt=self.exempt, pages=pages, lanes=1, max_rows=rows, device=device)
+
+    def page_bits(self) -> float:
+        """Bits per element of a sealed token."""
+        if self.format is None:
+            return 16.0
+        if self.baseline is not None:
+            bits, group = self.baseline
+            return bits + 32 / group
+        return 8 * self.format.blob_bytes / (2 * self.format.page * self.format.head_dim)
+
+    def bits(self, spec: ModelSpec, context: int) -> float:
+        """Bits per element that a sequence of `context` tokens takes, tail and sinks counted: the mean over the lengths of the
+        page that ends there, because a tail grows and is sealed by turns."""
+        if self.format is None:
+            return 16.0
+        lengths = range(max(1, context - self.format.page + 1), context + 1)
+        held = sum(self._held(length) for length in lengths) / sum(lengths)
+        share = len(self.exempt) / spec.layers
+        return share * 16.0 + (1 - share) * held
+
+    def _held(self, length: int) -> float:
+        assert self.format is not None
+        sealed = self.format.sealed_pages(length) * self.format.page
+        sinks = min(self.format.sinks, sealed)
+        return self.page_bits() * sealed + 16.0 * (length - sealed + sinks)
+
+
+def setups(names: Sequence[str], format_of: KvFormat, thirds: int, recent: int, exempt: frozenset[int]) -> list[Setup]:
+    """`format_of`: page, sinks, outliers and head dim for all. `recent` -1: each format's default. ConfigError: no such one."""
+    found = []
+    for name in names:
+        kind, _, options = name.partition(":")
+        changes = _options(name, options)
+        if kind == "fp16":
+            found.append(Setup(name, None))
+            continue
+        base = "asym2" if kind in BASELINES else kind
+        own = recent if recent >= 0 else 32 if base == "fp4" or kind.startswith("kivi4") else 112
+        values: dict[str, Any] = {"name": base, "recent": own, "thirds": thirds if base == "mixed" else 0, **changes}
+        try:
+            format = replace(format_of, **values)
+            if kind in BASELINES:
+                format = replace(format, sinks=0)
+        except ValueError as error:
+            raise ConfigError(f"--formats {name}: {error}") from None
+        found.append(Setup(name, format, frozenset() if kind in BASELINES else exempt, BASELINES.get(kind)))
+    return found
+
+
+def _options(name: str, options: str) -> dict[str, int]:
+    """`recent=64+sinks=0` -> numbers."""
+    try:
+        pairs = [option.split("=") for option in options.split("+") if option]
+        return {key: int(value) for key, value in pairs}
+    except ValueError:
+        raise ConfigError(f"--formats {name}: options are written as name:recent=64+sinks=0") from None
+
+
+class MinMaxCache:
+    """The baseline, for one sequence from position 0 in one step. Nothing is packed: it is compared by what it computes.
+    Only `step` of what a cache does."""
+
+    def __init__(self, format: KvFormat, bits: int, group: int) -> None:
+        self.format, self.page_size, self.steps, self.group = format, format.page, 2**bits - 1, group
+
+    def step(self, batch: StepBatch, dtype: torch.dtype, scale: float) -> MinMaxStep:
+        """The attention of a step's rows."""
+        return MinMaxStep(self, scale)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """x [..., n] through codes, groups along the last dim."""
+        size = min(self.group, x.shape[-1])
+        groups = x.reshape(*x.shape[:-1], -1, size)
+        low = groups.amin(-1, keepdim=True).half().float()
+        step = ((groups.amax(-1, keepdim=True) - low) / self.steps).half().float()
+        codes = ((groups - low) / step.clamp_min(1e-8)).round_().clamp_(0, self.steps)
+        rounded: Tensor = codes * step + low
+        return rounded.reshape(x.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class MinMaxStep:
+    """Attention over what the baseline leaves of K and V."""
+
+    cache: MinMaxCache
+    scale: float
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [R, Hq, D], k, v [R, Hkv, D] -> [R, Hq, D]."""
+        format, count, (heads, dim) = self.cache.format, len(q), k.shape[1:]
+        k, v = (x.half().float().transpose(0, 1) for x in (k, v))  # [Hkv, R, D]
+        whole = count // format.page * format.page
+        rough_k = self.cache.rounded(k[:, :whole].mT).mT
+        rough_v = self.cache.rounded(v[:, :whole])
+        queries = q.view(count, heads, -1, dim).permute(1, 2, 0, 3)  # [Hkv, G, R, D]
+        parts, low = [], 0
+        while low < count:
+            edge = format.sealed_pages(low) * format.page
+            high = min(count, edge + format.page + format.recent)
+            keys, values = (torch.cat((a[:, :edge], b[:, edge:high]), 1)[:, None] for a, b in ((rough_k, k), (rough_v, v)))
+            mask = torch.full((high - low, high), -torch.inf, device=q.device).triu_(low + 1)
+            shape = (heads, queries.shape[1], high, dim)
+            rows = queries[:, :, low:high].float()
+            parts.append(
+                scaled_dot_product_attention(rows, keys.expand(shape), values.expand(shape), attn_mask=mask, scale=self.scale)
+            )
+            low = high
+        return torch.cat(parts, 2).permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype)

@@ -1,0 +1,85 @@
+"""Sealed KV pages end to end: real processes, chunked prompts, a KV service that gives the same bytes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from cluster_calls import Background, Router, Start, until
+from reference_model import CASES
+
+from forefetch.cluster import Cluster
+
+CASE = "qwen3"
+PAGE = 32
+FLAGS = (f"--page-size={PAGE}", "--max-batch=8", "--max-step-tokens=20", "--kv-memory-mb=8", "--kv-format=e2m0")
+PROMPT = (CASES[CASE].prompt * 12)[: 5 * PAGE + 1]
+N = 40
+
+
+@pytest.fixture(scope="module")
+def exact(start: Start) -> Cluster:
+    """No window: what lies behind a cached prefix is computed as without the cache."""
+    return start(CASE, workers=1, link="shm", kv=True, router=(*FLAGS, "--kv-recent=0", "--worker-grace-s=60"))
+
+
+@pytest.fixture
+def router(exact: Cluster) -> Iterator[Router]:
+    client = Router(exact.address)
+    yield client
+    until(lambda: client.stats().pages_used == 0)
+    client.close()
+
+
+def test_answers_name_the_format_and_do_not_depend_on_the_batch(router: Router) -> None:
+    alone = router.generate(PROMPT[3:], N)
+    assert alone.finish.approximations.kv_format == "e2m0"
+    others = [Background(router, [5 + i, *PROMPT[: 10 * i]], 30) for i in range(1, 5)]
+    assert router.generate(PROMPT[3:], N).tokens == alone.tokens
+    for other in others:
+        other.done()
+        assert other.error is None
+    described = router.describe()
+    assert described.kv_format == "e2m0"
+    assert described.kv_parameters == "codec=1 outliers=1 thirds=0 sinks=4 recent=0 exempt=none"
+
+
+@pytest.mark.parametrize("length", [2 * PAGE, 3 * PAGE + 1, 5 * PAGE])
+def test_a_cached_prefix_gives_the_cold_run_s_answer(length: int, start: Start, exact: Cluster, router: Router) -> None:
+    prompt = [4 + length % 50, *PROMPT[: length - 1]]
+    cold = router.generate(prompt, N)
+    until(lambda: router.stats().kv.blocks_waiting == 0)
+    before = router.stats().kv.blocks_loaded
+    warm = router.generate(prompt, N)
+    assert warm.tokens == cold.tokens
+    # The block of the last token is computed again: its row chooses the next token, and a sealed block is never written to.
+    assert router.stats().kv.blocks_loaded - before == (length - 1) // PAGE
+    assert warm.finish.usage.cached_tokens == (length - 1) // PAGE * PAGE
+
+
+def test_a_worker_lost_in_a_stream_changes_no_token(exact: Cluster, router: Router) -> None:
+    expected = router.generate(PROMPT, 2 * PAGE).tokens
+    stream = Background(router, PROMPT, 2 * PAGE)
+    stream.wait_for(5)
+    exact.kill("worker-0")
+    exact.restart("worker-0")
+    assert stream.done().tokens == expected
+
+
+def test_a_cancelled_stream_leaves_its_lane_clean(router: Router) -> None:
+    expected = router.generate(PROMPT, 20).tokens
+    for cut in (1, 3):
+        stream = Background(router, [9, *PROMPT], 60)
+        stream.wait_for(cut)
+        stream.call.cancel()
+        stream.done()
+    assert router.generate(PROMPT, 20).tokens == expected
+
+
+@pytest.mark.parametrize("kv_format", ["asym3", "fp4"])
+def test_other_formats_serve(kv_format: str, start: Start) -> None:
+    flags = (*(flag for flag in FLAGS if "kv-format" not in flag), f"--kv-format={kv_format}", "--kv-exempt-layers=0")
+    client = Router(start(CASE, link="local", router=flags).address)
+    answer = client.generate(PROMPT, N)
+    assert (len(answer.tokens), answer.finish.approximations.kv_format) == (N, kv_format)
+    client.close()
