@@ -20,7 +20,7 @@ from statistics import median
 from time import perf_counter
 
 from benchmarks.results import Row, append
-from forefetch.client import Client
+from forefetch.client import Client, SyncClient
 from forefetch.cluster import Cluster, ClusterConfig, Extra
 
 TEXTS = ("conversation", "code", "prose")
@@ -51,6 +51,8 @@ class Measured:
     """Of one case and one number of streams."""
 
     gaps_ms: list[float] = field(default_factory=list)
+    copy_wait_ms: float = 0.0  # of the last steps, their mean
+    lookahead_ms: float = 0.0
     answers: list[list[int]] = field(default_factory=list)
 
 
@@ -103,6 +105,11 @@ def measure(args: argparse.Namespace, arranged: list[Case], streams: tuple[int, 
                         cell.answers = cell.answers or answers
                         if cell.answers != answers:
                             raise SystemExit(f"{case.name}: two rounds gave different answers")
+            for case, cluster in clusters:
+                with SyncClient(cluster.address) as client:
+                    mean = client.stats().mean_step
+                cell = found[case.name, count]
+                cell.copy_wait_ms, cell.lookahead_ms = mean.copy_wait_ns / 1e6, mean.lookahead_ns / 1e6
     return found
 
 
@@ -135,17 +142,18 @@ def main() -> None:
     found = measure(args, arranged, streams)
     check(arranged, streams, found)
     rows = []
-    print(f"\n{args.model}, link {args.link}, {len(os.sched_getaffinity(0))} cores; median ms between tokens, x resident")
+    print(f"\n{args.model}, link {args.link}, {len(os.sched_getaffinity(0))} cores, {streams} streams")
+    print("median ms between tokens, x resident; of a mean step: ms of copy wait, ms of lookahead that nothing hid")
     for case in arranged:
         cells = []
         for count in streams:
-            value = median(found[case.name, count].gaps_ms)
-            base = median(found[f"{case.experts}, resident", count].gaps_ms)
-            cells.append(f"{value:8.2f} {value / base:5.2f}x")
-            rows.append(
-                Row("expert_slots", f"{args.model.name} {args.link}, {case.name}, {count} streams", "TPOT p50", value, "ms")
-            )
-        print(f"{case.name:28}" + "".join(f"{cell:>18}" for cell in cells))
+            cell, base = found[case.name, count], median(found[f"{case.experts}, resident", count].gaps_ms)
+            value = median(cell.gaps_ms)
+            cells.append(f"{value:8.2f} {value / base:5.2f}x {cell.copy_wait_ms:6.2f} {cell.lookahead_ms:6.2f}")
+            label = f"{args.model.name} {args.link}, {case.name}, {count} streams"
+            rows.append(Row("expert_slots", label, "TPOT p50", value, "ms"))
+            rows.append(Row("expert_slots", label, "copy wait", cell.copy_wait_ms, "ms"))
+        print(f"{case.name:28}" + "".join(f"{cell:>34}" for cell in cells))
     if args.record:
         append(rows)
 
