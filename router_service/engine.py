@@ -177,7 +177,8 @@ class Engine:
         """Ends what was cancelled or expired, admits what fits, plans. None: nothing to do, or a worker is missing."""
         now, scheduler = monotonic(), self.parts.scheduler
         if self.parts.kv:
-            self.parts.kv.settle()
+            for request in self.parts.kv.settle():
+                self.parts.recorder.loaded(request)
         with self._lock:
             ended, admitted = scheduler.reap(now), scheduler.admit(now)
         self._end(ended)

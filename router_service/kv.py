@@ -50,16 +50,19 @@ class KvSide:
         if self.prefix is not None:
             self.prefix.changed = wake
 
-    def settle(self) -> None:
-        """Takes note of what happened in the background: pages that are free of pins, prefixes that are loaded."""
+    def settle(self) -> list[Request]:
+        """Takes note of what happened in the background: pages that are free of pins, prefixes that are loaded. Returns the
+        requests that wait no longer."""
+        loaded = []
         for page in self.handover.unpinned():
             self.pool.unpin(page)
         for load in self.prefix.finished() if self.prefix is not None else ():
             for page in load.pages:
                 self.pool.unpin(page)
-            self._loaded(load)
+            loaded += self._loaded(load)
         for live in self.sessions.wanting():
             self._snapshot(live)
+        return loaded
 
     def _snapshot(self, live: Live) -> None:
         """Copies, on the device, what a session's log needs of the cache behind the request's last block."""
@@ -94,15 +97,16 @@ class KvSide:
         for page in pages:
             self.pool.pin(page)
 
-    def _loaded(self, load: Load) -> None:
+    def _loaded(self, load: Load) -> list[Request]:
         """A load is over; its request may have ended meanwhile."""
         request = self._requests.pop(load.request, None)
         if request is None:
-            return
+            return []
         del self._loads[request]
         blocks = self._restore(request, load.blocks)
         self._keys[request] = load.keys
         self.handover.adopt(request.key, load.keys[:blocks], load.pages[:blocks])
+        return [request]
 
     def _usable_tail(self, request: Request) -> Tail | None:
         """The request's tail, if it fits the pages here and ends before its last token. Where blocks are approximate it belongs

@@ -47,6 +47,10 @@ class Recorder:
         """It left the queue."""
         self.book.admitted(request.request_id, perf_counter_ns())
 
+    def loaded(self, request: Request) -> None:
+        """Its cached prefix is there, as far as it comes."""
+        self.book.loaded(request.request_id, perf_counter_ns(), request.cached)
+
     def token(self, request: Request) -> None:
         """It got a token."""
         now = perf_counter_ns()

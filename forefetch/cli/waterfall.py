@@ -131,6 +131,8 @@ def parts(timings: router_pb2.StepTimings) -> list[Segment]:
 
 def _head(trace: router_pb2.GetTraceResponse) -> Text:
     facts = [f"queued {ms(trace.queued_ns)} ms", f"{len(trace.steps)} steps"]
+    if trace.load_ns:
+        facts.insert(1, f"{trace.cached_tokens:,} tokens loaded in {ms(trace.load_ns)} ms")
     if trace.steps_lost:
         facts.append(f"{trace.steps_lost} no longer recorded")
     if trace.trace_id:

@@ -32,6 +32,7 @@ class RequestRecord:
     arrival_ns: int
     operation: str = names.TEXT_COMPLETION
     admitted_ns: int = 0
+    loaded_ns: int = 0
     finished_ns: int = 0
     status: str = ""
     finish_reason: str = ""
@@ -110,6 +111,11 @@ class RequestBook:
         if record := self._running.get(request_id):
             record.admitted_ns = mono_ns
 
+    def loaded(self, request_id: str, mono_ns: int, tokens: int) -> None:
+        """The request's cached prefix was loaded: so many tokens of it."""
+        if record := self._running.get(request_id):
+            record.loaded_ns, record.cached_tokens = mono_ns, tokens
+
     def worked(self, request_id: str, step: int, token_index: int | None, prefill_tokens: int) -> None:
         """The committed step `step` computed `prefill_tokens` of its prompt and produced token `token_index` of its answer."""
         record = self._running.get(request_id)
@@ -168,6 +174,8 @@ class RequestBook:
             trace_id=record.context.trace_id.hex() if record.context.sampled or record.exported else "",
             arrival_unix_ns=record.arrival_unix_ns,
             queued_ns=record.queued_ns,
+            load_ns=max(record.loaded_ns - record.admitted_ns, 0),
+            cached_tokens=record.cached_tokens,
             steps=[_step(work, record.arrival_ns, work.step.step in detailed) for work in works],
             workers=self.workers,
             steps_lost=max(record.steps - len(works), 0),

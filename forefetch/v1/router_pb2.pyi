@@ -504,7 +504,7 @@ class GetTraceRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class GetTraceResponse(_message.Message):
-    __slots__ = ("request_id", "trace_id", "arrival_unix_ns", "queued_ns", "steps", "workers", "steps_lost")
+    __slots__ = ("request_id", "trace_id", "arrival_unix_ns", "queued_ns", "steps", "workers", "steps_lost", "load_ns", "cached_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     ARRIVAL_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
@@ -512,6 +512,8 @@ class GetTraceResponse(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     STEPS_LOST_FIELD_NUMBER: _ClassVar[int]
+    LOAD_NS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     trace_id: str
     arrival_unix_ns: int
@@ -519,7 +521,9 @@ class GetTraceResponse(_message.Message):
     steps: _containers.RepeatedCompositeFieldContainer[StepTrace]
     workers: _containers.RepeatedScalarFieldContainer[str]
     steps_lost: int
-    def __init__(self, request_id: _Optional[str] = ..., trace_id: _Optional[str] = ..., arrival_unix_ns: _Optional[int] = ..., queued_ns: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepTrace, _Mapping]]] = ..., workers: _Optional[_Iterable[str]] = ..., steps_lost: _Optional[int] = ...) -> None: ...
+    load_ns: int
+    cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., trace_id: _Optional[str] = ..., arrival_unix_ns: _Optional[int] = ..., queued_ns: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepTrace, _Mapping]]] = ..., workers: _Optional[_Iterable[str]] = ..., steps_lost: _Optional[int] = ..., load_ns: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class StepTrace(_message.Message):
     __slots__ = ("step", "start_ns", "timings", "token_index", "prefill_tokens", "layers")

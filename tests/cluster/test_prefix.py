@@ -11,6 +11,7 @@ from cluster_calls import SMALL, Answer, Background, Router, Start, until
 from reference_model import CASES, Oracle
 
 from forefetch.cluster import Cluster
+from forefetch.v1 import router_pb2
 
 CASE = "qwen3"
 PAGE = 16  # SMALL's
@@ -67,12 +68,15 @@ def test_a_warm_prefix_gives_the_cold_run_s_answer(
     prompt = [4 + length, *PROMPT[: length - 1]]  # a beginning of its own, so that no other test filled it
     first = fill(cold, prompt, top_logprobs=5)
     before, computed = loaded(warm), warm.stats().prompt_tokens
-    second = warm.generate(prompt, N, top_logprobs=5)
+    second = warm.generate(prompt, N, top_logprobs=5, request_id=f"warm-{length}")
     assert first.tokens == second.tokens == oracle(CASE).greedy(prompt, N)
     assert first.finish.usage.cached_tokens == 0
     assert second.finish.usage.cached_tokens == min(length // PAGE * PAGE, length - 1)
     assert loaded(warm) - before == length // PAGE, "the bytes came from the service"
     assert warm.stats().prompt_tokens - computed == length - second.finish.usage.cached_tokens
+    trace = warm.stub.GetTrace(router_pb2.GetTraceRequest(request_id=f"warm-{length}"), timeout=10)
+    assert trace.cached_tokens == second.finish.usage.cached_tokens
+    assert (trace.load_ns > 0) == (length >= PAGE)
     for one, other in zip(first.events, second.events, strict=True):
         assert [top.token_id for top in one.top_logprobs] == [top.token_id for top in other.top_logprobs]
         for a, b in zip(one.top_logprobs, other.top_logprobs, strict=True):
