@@ -46,6 +46,7 @@ def share(part: str, *parts: str) -> str:
 
 FIRST, PER_TOKEN = "gen_ai_server_time_to_first_token_seconds", "gen_ai_server_time_per_output_token_seconds"
 STEP, CALLS = "forefetch_router_step_duration_seconds", "forefetch_router_worker_calls_total"
+FOUND = "forefetch_expert_found_total"
 HITS, MISSES = "forefetch_kv_hits_total", "forefetch_kv_misses_total"
 
 ROWS: dict[str, tuple[Panel, ...]] = {
@@ -165,12 +166,58 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (("{{instance}}", rate("forefetch_expert_compute_seconds_total", "instance")),),
         ),
     ),
+    "Hints and copies": (
+        Panel(
+            "Experts found",
+            "percentunit",
+            "Distinct experts that calls needed: resident, hit (hinted, and there in time), late (still copying), miss.",
+            (("{{found}}", f"{rate(FOUND, 'found')} / on () group_left () {rate(FOUND)}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Late prefetches and misses",
+            "short",
+            "Per second. Late: hints came too late or copies are too slow. Misses: nobody hinted.",
+            tuple((what, rate(FOUND, match=f'{R}, found="{what}"')) for what in ("late", "miss")),
+        ),
+        Panel(
+            "Copied and wasted bytes",
+            "Bps",
+            "Into fast memory, and of those what left it unused. Much waste: hints name too many.",
+            (
+                ("copied", rate("forefetch_expert_copied_bytes_total")),
+                ("wasted", rate("forefetch_expert_wasted_bytes_total")),
+            ),
+        ),
+        Panel(
+            "Waiting for copies",
+            "percentunit",
+            "Share of time that a worker's calls wait for copies.",
+            (("{{instance}}", rate("forefetch_expert_copy_wait_seconds_total", "instance")),),
+        ),
+        Panel(
+            "Hints",
+            "short",
+            "Hints given to links, dropped there, and dropped by workers because they were stale.",
+            (
+                ("sent", rate("forefetch_router_hints_sent_total")),
+                ("never left", rate("forefetch_router_hints_dropped_total")),
+                ("stale", rate("forefetch_expert_hints_dropped_total")),
+            ),
+        ),
+    ),
     "KV service": (
         Panel(
             "Prefix hits",
             "percentunit",
             "Blocks that were looked up and held, of all looked up.",
             (("hits", share(HITS, HITS, MISSES)),),
+        ),
+        Panel(
+            "Prefixes loaded",
+            "short",
+            "Cached blocks that routers loaded instead of computing, per second.",
+            (("blocks", rate("forefetch_router_kv_blocks_loaded_total")),),
         ),
         Panel(
             "Memory",
