@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from forefetch.kernels.grouped_mlp import direct, moe, persistent, tiled
+from forefetch.kernels.gate.triton import choose_into
+from forefetch.kernels.grouped_mlp import direct, persistent, tiled
+from forefetch.kernels.grouped_mlp.launches import Call, combine, dependent, place, unit_size, units
+
+if TYPE_CHECKING:
+    from forefetch.kernels.grouped_mlp.moe import MoeScratch
 
 DIRECT_TOKENS = 4  # up to here a unit of one pair is faster than finding out who shares an expert
 PERSISTENT_TOKENS = 768  # beyond, units of more than eight pairs read the weights fewer times
@@ -34,136 +39,105 @@ class Tuning:
 TUNING = Tuning()
 
 
-def run(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    logits: Tensor | None,
-    renormalise: bool,
-    pool: Tensor,
-    slot_of: Tensor,
-    out: Tensor,
-    scratch: moe.MoeScratch,
-) -> None:
-    """`moe` or `moe_from_logits` for a pool in fragment order; arguments as there. ValueError for strides that do not fit."""
-    if pool.stride(0) % 2048 or x.stride(0) % 8 or x.data_ptr() % 16:
+def run(call: Call) -> None:
+    """`moe` or `moe_from_logits` for a pool in fragment order. ValueError for strides that do not fit."""
+    if call.pool.stride(0) % 2048 or call.x.stride(0) % 8 or call.x.data_ptr() % 16:
         raise ValueError("fragment order needs slots at multiples of 2048 bytes and rows of x at multiples of 16")
-    if len(x) <= DIRECT_TOKENS and _fits_direct(scratch):
-        _direct(x, ids, weights, logits, renormalise, pool, slot_of, out, scratch)
-    elif len(x) <= PERSISTENT_TOKENS:
-        _persistent(x, ids, weights, logits, renormalise, pool, slot_of, out, scratch)
+    if len(call.x) <= DIRECT_TOKENS and _fits_direct(call.scratch):
+        run_direct(call)
+    elif len(call.x) <= PERSISTENT_TOKENS:
+        run_persistent(call)
     else:
-        _tiled(x, ids, weights, logits, renormalise, pool, slot_of, out, scratch)
+        run_tiled(call)
 
 
-def _fits_direct(scratch: moe.MoeScratch) -> bool:
+def _fits_direct(scratch: MoeScratch) -> bool:
     return max(scratch.hidden, scratch.width) // 128 * 2176 <= _DIRECT_BYTES
 
 
-def _direct(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    logits: Tensor | None,
-    renormalise: bool,
-    pool: Tensor,
-    slot_of: Tensor,
-    out: Tensor,
-    scratch: moe.MoeScratch,
-) -> None:
-    hidden, width, experts, top_k = scratch.hidden, scratch.width, scratch.experts, scratch.top_k
-    if logits is not None and (logits.element_size() != 2 or not logits.is_contiguous() or experts > 1024):
-        from forefetch.kernels.gate.triton import choose_into
-
-        shape = (len(x), top_k)
-        chosen = ids[: len(x) * top_k].view(shape), weights[: len(x) * top_k].view(shape)
-        choose_into(logits, *chosen, "softmax_topk", renormalise)
-        logits = None
-    routed = (ids, weights, ids if logits is None else logits, slot_of, pool.view(torch.int32), pool.view(torch.float16))
-    stride, pdl, group = pool.stride(0) // 2048, _has_pdl(x.device), scratch.format.group
-    choice = {"CHOOSE": logits is not None, "RENORMALISE": renormalise, "PDL": pdl}
-    launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-
-    def product(gate: bool) -> None:
-        steps, tiles = (hidden // 128, width // 16) if gate else (width // 128, hidden // 32)
-        warps = next(n for n in ((4, 2, 1) if gate else (2, 1)) if steps % n == 0)
-        direct.product[(len(x) * top_k * tiles,)](
-            *((x if gate else scratch.h).view(torch.int32), *routed, scratch.h if gate else scratch.y),
-            *(scratch.live, _constants(x.device), stride, x.stride(0) // 2),
-            *(hidden, width, experts, top_k, gate, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16),
-            **choice,
-            **direct.layouts(warps, group, experts),
-            num_warps=warps,
-            **launch,
-        )
-
-    product(gate=True)
-    product(gate=False)
-    moe.combine(weights, out, scratch, pdl)
+def run_direct(call: Call) -> None:
+    """Both products a launch each, no routing."""
+    if call.logits is not None and not _reads_logits(call.logits):
+        call = _chosen(call, call.logits)
+    pdl = _has_pdl(call.x.device)
+    _product(call, gate=True, pdl=pdl)
+    _product(call, gate=False, pdl=pdl)
+    combine(call, pdl)
 
 
-def _persistent(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    logits: Tensor | None,
-    renormalise: bool,
-    pool: Tensor,
-    slot_of: Tensor,
-    out: Tensor,
-    scratch: moe.MoeScratch,
-    tuning: Tuning = TUNING,
-) -> None:
-    pdl = _has_pdl(x.device)
-    moe.place(x, ids, weights, logits, renormalise, slot_of, scratch, convert=True, pdl=pdl and tuning.pdl_route)
-    words, halves, h = pool.view(torch.int32), pool.view(torch.float16), scratch.h
+def _reads_logits(logits: Tensor) -> bool:
+    return logits.element_size() == 2 and logits.is_contiguous() and logits.shape[1] <= 1024
+
+
+def _chosen(call: Call, logits: Tensor) -> Call:
+    """The same call with its choice made."""
+    shape = (len(call.x), call.scratch.top_k)
+    ids, weights = call.ids[: call.pairs].view(shape), call.weights[: call.pairs].view(shape)
+    choose_into(logits, ids, weights, "softmax_topk", call.renormalise)
+    return replace(call, logits=None)
+
+
+def _product(call: Call, gate: bool, pdl: bool) -> None:
+    scratch, x, pool = call.scratch, call.x, call.pool
+    hidden, width = scratch.hidden, scratch.width
+    steps, tiles = (hidden // 128, width // 16) if gate else (width // 128, hidden // 32)
+    warps = next(n for n in ((4, 2, 1) if gate else (2, 1)) if steps % n == 0)
+    direct.product[(call.pairs * tiles,)](
+        *(
+            (x if gate else scratch.h).view(torch.int32),
+            call.ids,
+            call.weights,
+            call.ids if call.logits is None else call.logits,
+        ),
+        *(call.slot_of, pool.view(torch.int32), pool.view(torch.float16), scratch.h if gate else scratch.y),
+        *(scratch.live, _constants(x.device), pool.stride(0) // 2048, x.stride(0) // 2),
+        *(hidden, width, scratch.experts, scratch.top_k, gate, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16),
+        *(call.logits is not None, call.renormalise, pdl),
+        **direct.layouts(warps, scratch.format.group, scratch.experts),
+        num_warps=warps,
+        **dependent(pdl),
+    )
+
+
+def run_persistent(call: Call, tuning: Tuning = TUNING) -> None:
+    """Routing, both products in one launch, sum."""
+    scratch, pool, device = call.scratch, call.pool, call.x.device
+    pdl = _has_pdl(device)
     early = pdl and tuning.pdl_experts
-    persistent.experts[(_programs(x.device, tuning),)](
-        *(scratch.x_half.view(torch.int32), words, halves, slot_of, scratch.counts, scratch.table, h.view(torch.int32), h),
-        *(scratch.y, scratch.ready, scratch.fault, _constants(x.device), scratch.tokens, pool.stride(0) // 2048),
+    place(call, convert=True, pdl=pdl and tuning.pdl_route)
+    persistent.experts[(_programs(device, tuning),)](
+        *(scratch.x_half.view(torch.int32), pool.view(torch.int32), pool.view(torch.float16), call.slot_of),
+        *(scratch.counts, scratch.table, scratch.h.view(torch.int32), scratch.h, scratch.y),
+        *(scratch.ready, scratch.fault, _constants(device), scratch.tokens, pool.stride(0) // 2048),
         *(scratch.hidden, scratch.width, scratch.experts, scratch.top_k, tuning.stages, tuning.short, early),
         **persistent.layouts(scratch.format.group, scratch.experts),
         num_warps=1,
         maxnreg=tuning.registers,
-        **({"launch_pdl": True} if early else {}),
+        **dependent(early),
     )
-    moe.combine(weights, out, scratch, pdl and tuning.pdl_combine)
+    combine(call, pdl and tuning.pdl_combine)
 
 
-def _tiled(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    logits: Tensor | None,
-    renormalise: bool,
-    pool: Tensor,
-    slot_of: Tensor,
-    out: Tensor,
-    scratch: moe.MoeScratch,
-) -> None:
+def run_tiled(call: Call) -> None:
+    """Routing, gate/up, down, sum, with tiles of up to 64 pairs."""
+    scratch, pool = call.scratch, call.pool
     hidden, width, experts = scratch.hidden, scratch.width, scratch.experts
-    pairs = len(x) * scratch.top_k
-    size = min(64, moe.unit_size(pairs, experts))
-    moe.place(x, ids, weights, logits, renormalise, slot_of, scratch, convert=True)
-    where = pool.view(torch.int32), pool.view(torch.float16), slot_of, scratch.counts, scratch.table
-    sizes = {"E": experts, "EP": len(scratch.counts), "H": hidden, "W": width, "M": size, "GROUP": scratch.format.group}
-    options = {"num_warps": 4, "num_stages": 3}
-    most = moe.units(pairs, experts, size)
-    tiles = 2  # of 32 rows, of which gate/up has width / 16
+    size = min(64, unit_size(call.pairs, experts))
+    most = units(call.pairs, experts, size)
+    tiles = 2  # of 32 weight rows a program; wider ones leave no room for a second program beside them
+    where = pool.view(torch.int32), pool.view(torch.float16), call.slot_of, scratch.counts, scratch.table
+    shape = {
+        **{"E": experts, "EP": len(scratch.counts), "H": hidden, "W": width, "M": size, "TILES": tiles},
+        **{"GROUP": scratch.format.group, "num_warps": 4, "num_stages": 3},
+    }
+    place(call, convert=True)
     tiled.gate_up[(most * (width // 16 // tiles),)](
-        *(scratch.x_half, *where, scratch.h, scratch.tokens, pool.stride(0) // 2048),
-        **sizes,
-        K=scratch.top_k,
-        TILES=tiles,
-        **options,
+        *(scratch.x_half, *where, scratch.h, scratch.tokens, pool.stride(0) // 2048), K=scratch.top_k, **shape
     )
     tiled.down[(most * (hidden // 32 // tiles),)](
-        *(scratch.h, *where, scratch.y, scratch.tokens, pool.stride(0) // 2048),
-        **sizes,
-        TILES=tiles,
-        **options,
+        *(scratch.h, *where, scratch.y, scratch.tokens, pool.stride(0) // 2048), **shape
     )
-    moe.combine(weights, out, scratch)
+    combine(call)
 
 
 @cache

@@ -10,16 +10,12 @@ from typing import Literal
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from forefetch.kernels.grouped_mlp import portable, routing
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat, blob_bytes
+from forefetch.kernels.grouped_mlp.launches import Call, run_portable, units
 
 Rule = Literal["softmax_topk", "topk_softmax"]
-
-_TYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32, "int8": tl.int8, "int4": tl.int8}
-_BLOCK = 256  # pairs that one program of the routing takes where x needs no conversion
 
 
 class MoeScratch:
@@ -73,11 +69,6 @@ class MoeScratch:
             raise RuntimeError("the expert kernel's programs were not resident together; its results are wrong")
 
 
-def units(pairs: int, experts: int, size: int) -> int:
-    """The most units that `pairs` can form in units of `size`: each expert has at most one that is not full."""
-    return min(pairs, experts + pairs // size)
-
-
 def moe(x: Tensor, ids: Tensor, weights: Tensor, pool: Tensor, slot_of: Tensor, out: Tensor, scratch: MoeScratch) -> None:
     """out [T, H] = for each token the weighted sum of its experts' MLPs; no host synchronisation, fit for CUDA graphs.
 
@@ -93,7 +84,7 @@ def moe(x: Tensor, ids: Tensor, weights: Tensor, pool: Tensor, slot_of: Tensor, 
     if ids.dtype not in {torch.int32, torch.int64} or not (ids.is_contiguous() and weights.is_contiguous()):
         raise ValueError("ids must be contiguous integers, weights contiguous")
     if tokens:
-        _run(x, ids, weights, None, False, pool, slot_of, out, scratch)
+        _run(Call(x, ids, weights, None, False, pool, slot_of, out, scratch))
 
 
 def moe_from_logits(
@@ -108,7 +99,7 @@ def moe_from_logits(
         raise ValueError(f"logits {tuple(logits.shape)} for {len(x)} tokens and {scratch.experts} experts")
     if len(x):
         sums = rule == "topk_softmax" or renormalise
-        _run(x, scratch.ids, scratch.weights, logits, sums, pool, slot_of, out, scratch)
+        _run(Call(x, scratch.ids, scratch.weights, logits, sums, pool, slot_of, out, scratch))
 
 
 def _check(x: Tensor, pool: Tensor, slot_of: Tensor, out: Tensor, scratch: MoeScratch) -> None:
@@ -126,123 +117,10 @@ def _check(x: Tensor, pool: Tensor, slot_of: Tensor, out: Tensor, scratch: MoeSc
         raise ValueError(f"slot_of {tuple(slot_of.shape)} {slot_of.dtype} for {scratch.experts} experts")
 
 
-def _run(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    logits: Tensor | None,
-    renormalise: bool,
-    pool: Tensor,
-    slot_of: Tensor,
-    out: Tensor,
-    scratch: MoeScratch,
-) -> None:
-    if scratch.format.order != "fragment":
-        _portable(x, ids, weights, logits, renormalise, pool, slot_of, out, scratch)
+def _run(call: Call) -> None:
+    if call.scratch.format.order != "fragment":
+        run_portable(call)
     else:
-        from forefetch.kernels.grouped_mlp import fragment
+        from forefetch.kernels.grouped_mlp import fragment  # loads Gluon
 
-        fragment.run(x, ids, weights, logits, renormalise, pool, slot_of, out, scratch)
-
-
-def _portable(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    logits: Tensor | None,
-    renormalise: bool,
-    pool: Tensor,
-    slot_of: Tensor,
-    out: Tensor,
-    scratch: MoeScratch,
-) -> None:
-    """Routing, gate/up, down, sum, for natural-order blobs."""
-    tokens = len(x)
-    size = unit_size(tokens * scratch.top_k, scratch.experts)
-    place(x, ids, weights, logits, renormalise, slot_of, scratch)
-    hidden, width, form = scratch.hidden, scratch.width, scratch.format
-    most = units(tokens * scratch.top_k, scratch.experts, size)
-    w13, w2 = 2 * width * hidden * form.bits // 8, width * hidden * form.bits // 8
-    scales = w13 + w2
-    steps = [form.group_of(n) if form.quantised else (64 if n % 64 == 0 else 32) for n in (hidden, width)]
-    shape = {
-        "E": scratch.experts,
-        "EP": len(scratch.counts),
-        "H": hidden,
-        "W": width,
-        "M": size,
-        "TYPE": _TYPES[form.kind],
-        "BITS": form.bits,
-        "ROWS": form.order == "rows",
-    }
-    block = 64 if size <= 64 else 128
-    options = {"BN": block, "num_warps": 4 if size <= 32 else 8, "num_stages": 3}
-    portable.gate_up[(most * triton.cdiv(width, block),)](
-        *(x, pool, slot_of, scratch.counts, scratch.table, scratch.h, scratch.tokens, pool.stride(0), scales, x.stride(0)),
-        **shape,
-        K=scratch.top_k,
-        STEP=steps[0],
-        **options,
-    )
-    scales += 2 * width * hidden // steps[0] * 2
-    portable.down[(most * triton.cdiv(hidden, block),)](
-        *(scratch.h, pool, slot_of, scratch.counts, scratch.table, scratch.y, scratch.tokens, pool.stride(0), w13, scales),
-        **shape,
-        STEP=steps[1],
-        **options,
-    )
-    combine(weights, out, scratch)
-
-
-def unit_size(pairs: int, experts: int) -> int:
-    """Pairs in a unit: about what an expert has, within what a tile can be."""
-    return max(16, min(128, 1 << (-(-pairs // experts) - 1).bit_length()))
-
-
-def place(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    logits: Tensor | None,
-    renormalise: bool,
-    slot_of: Tensor,
-    scratch: MoeScratch,
-    convert: bool = False,
-    pdl: bool = False,
-) -> None:
-    """Launches the routing into scratch, with the choice from `logits` if there are any.
-
-    convert also leaves x in scratch.x_half. pdl: as a programmatic dependent launch, which lets its own dependents start.
-    """
-    tokens, top_k, hidden = len(x), scratch.top_k, scratch.hidden
-    pairs, per_token = tokens * top_k, convert or logits is not None
-    block = triton.next_power_of_2(top_k if per_token else min(pairs, _BLOCK))
-    routing.place[(tokens if per_token else triton.cdiv(pairs, block),)](
-        *(
-            x,
-            ids,
-            weights,
-            x if logits is None else logits,
-            slot_of,
-            scratch.x_half,
-            scratch.counts,
-            scratch.table,
-            scratch.live,
-        ),
-        *(pairs, scratch.tokens, x.stride(0), 0 if logits is None else logits.stride(0)),
-        *(scratch.experts, top_k, len(scratch.counts), hidden, triton.next_power_of_2(hidden), block),
-        *(logits is not None, renormalise, convert, pdl),
-        num_warps=1,
-        **({"launch_pdl": True} if pdl else {}),
-    )
-
-
-def combine(weights: Tensor, out: Tensor, scratch: MoeScratch, pdl: bool = False) -> None:
-    """Launches the weighted sum of scratch.y, which also zeroes the counters."""
-    block = min(512, triton.next_power_of_2(scratch.hidden))
-    routing.combine[(len(out), triton.cdiv(scratch.hidden, block))](
-        *(scratch.y, weights, scratch.live, out, scratch.counts, scratch.ready, out.stride(0)),
-        *(scratch.top_k, scratch.hidden, block, len(scratch.counts), len(scratch.ready), pdl),
-        num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
-    )
+        fragment.run(call)
