@@ -22,10 +22,10 @@ CASES = [
     (6, 64, 32, 5, 6, ExpertFormat("float16"), FP16),
     (5, 96, 64, 7, 3, ExpertFormat("float32"), FP32),
     (5, 96, 160, 1, 1, ExpertFormat("int8", 64), BF16),
-    (4, 32, 32, 40, 3, ExpertFormat("int8"), FP16),
+    (4, 32, 32, 20, 3, ExpertFormat("int8"), FP16),
     (5, 96, 64, 20, 2, ExpertFormat("int8", 64, "rows"), BF16),
-    (7, 256, 64, 9, 5, ExpertFormat("int4"), BF16),
-    (3, 160, 96, 33, 2, ExpertFormat("int4", 64), FP32),
+    (5, 256, 64, 5, 3, ExpertFormat("int4"), BF16),
+    (3, 160, 96, 17, 2, ExpertFormat("int4", 64), FP32),
 ]
 
 
@@ -41,10 +41,10 @@ def test_equals_the_definition_and_repeats(
     assert torch.equal(call.run(pool, poison(scratch)), out)
 
 
-def test_many_tokens_of_one_expert_and_units_formed_in_parallel() -> None:
-    """More pairs than one program takes (1024), and nearly all of them for two experts."""
+def test_many_tokens_of_one_expert() -> None:
+    """More pairs than one program of the routing takes (256), and nearly all of them for a few experts."""
     pool = make_experts(5, 32, 32, ExpertFormat("int8"))
-    call = make_call(400, 3, pool, FP32, skew=3.0)
+    call = make_call(100, 3, pool, FP32, skew=3.0)
     assert worst(pool, call, call.run(pool)) <= 1
 
 
@@ -61,8 +61,8 @@ def test_padding_and_experts_without_a_slot_add_nothing() -> None:
 
 def test_scratch_serves_fewer_tokens_and_int32_ids() -> None:
     pool = make_experts(6, 64, 32, ExpertFormat("bfloat16"))
-    scratch = pool.scratch(50, 2, BF16)
-    for tokens in (50, 3, 17):
+    scratch = pool.scratch(20, 2, BF16)
+    for tokens in (20, 3):
         call = make_call(tokens, 2, pool, BF16)
         call.ids = call.ids.int()
         assert worst(pool, call, call.run(pool, scratch)) <= 1
@@ -180,9 +180,9 @@ def test_prompts_in_fragment_order(group: int, monkeypatch: pytest.MonkeyPatch) 
     """The kernels for many tokens are plain Triton, so they run here too."""
     monkeypatch.setattr(fragment, "DIRECT_TOKENS", 0)
     monkeypatch.setattr(fragment, "PERSISTENT_TOKENS", 0)
-    pool = make_experts(3, 256, 128, ExpertFormat("int4", group, "fragment"))
-    call, scratch = make_call(40, 2, pool, BF16, skew=0.5), pool.scratch(40, 2, BF16)
-    call.ids[7] = -1
+    pool = make_experts(2, 128, 128, ExpertFormat("int4", group, "fragment"))
+    call, scratch = make_call(20, 2, pool, BF16), pool.scratch(20, 2, BF16)
+    call.ids[7, 0] = -1
     out = call.run(pool, scratch)
     assert worst(pool, call, out) <= 1
     assert torch.equal(call.run(pool, poison(scratch)), out)
