@@ -33,6 +33,16 @@ def test_repeating_a_record_changes_nothing(kv: Kv) -> None:
     assert (state.token_ids, state.state) == ((1, 2, 3), b"b")
 
 
+def test_an_early_record_again_does_not_bring_its_state_back(kv: Kv) -> None:
+    early = SessionRecord(0, (1, 2), state=b"a", tail=b"t")
+    kv.client.append_session("s", 1, early)
+    kv.client.append_session("s", 1, SessionRecord(2, (3,), state=b"b", tail=b""))
+    kv.client.append_session("s", 1, early)
+    state = kv.client.get_session("s")
+    assert state is not None
+    assert (state.token_ids, state.state, state.tail) == ((1, 2, 3), b"b", b"")
+
+
 def test_a_router_that_lost_the_session_is_refused(kv: Kv) -> None:
     kv.client.append_session("s", 1, SessionRecord(0, (1, 2, 3)))
     claimed = kv.client.get_session("s", claim=True)
