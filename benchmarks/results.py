@@ -50,7 +50,7 @@ def append(rows: list[Row], file: Path = FILE) -> None:
     """Adds rows to results.csv, with its header if it is new."""
     new = not file.exists()
     with file.open("a", newline="") as out:
-        writer = csv.writer(out)
+        writer = csv.writer(out, lineterminator="\n")
         if new:
             writer.writerow(COLUMNS)
         today, where, what = datetime.date.today().isoformat(), hardware(), versions()
