@@ -15,11 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from forefetch.kernels.kv_codec import orders
-from forefetch.kernels.kv_codec.fit import ALTERNATIONS, GRIDS
+from forefetch.kernels.kv_codec.fit import ALTERNATIONS, GRIDS, MOST_GAIN
 from forefetch.kernels.kv_codec.formats import SATURATION, KvFormat
 from forefetch.kernels.kv_codec.triton import _at, _get, _stored
 
 _LIMIT = tl.constexpr(SATURATION)
+_MOST_GAIN = tl.constexpr(MOST_GAIN)
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,14 @@ def _sum(x, AXIS: tl.constexpr):
 @triton.jit
 def _fit(x, valid, count, AXIS: tl.constexpr, G: tl.constexpr, ROUNDS: tl.constexpr):
     """x float32, valid float32 0 or 1, groups along AXIS of `count` valid elements -> (scale, zero as float32 that float16
-    holds, codes, sum of squared errors): `fit.fit`."""
+    holds, codes, sum of squared errors): `fit.fit` with `unbiased`."""
     sum_x = _sum(x * valid, AXIS)
     zero = sum_x / count
     sum_x = zero * count
     away = x - zero.to(tl.float32)
-    scale = tl.sqrt(_sum(away * away * valid, AXIS) / count) * _of(G, "start")
+    spread = tl.sqrt(_sum(away * away * valid, AXIS) / count)
+    scale = spread * _of(G, "start")
+    gain = tl.zeros_like(spread)
     for _ in tl.static_range(ROUNDS):
         level = _levels(_codes(x - zero.to(tl.float32), scale.to(tl.float32), G), G) * valid
         sum_l, sum_ll, sum_lx = _sum(level, AXIS), _sum(level * level, AXIS), _sum(level * x, AXIS)
@@ -131,6 +134,8 @@ def _fit(x, valid, count, AXIS: tl.constexpr, G: tl.constexpr, ROUNDS: tl.conste
         better = (count * sum_lx - sum_l * sum_x) / tl.maximum(determinant, 1.0)
         scale = tl.where((determinant > 0.0) & (scale > 0.0), better, scale)
         zero = (sum_x - scale * sum_l) / count
+        gain = count * spread * tl.sqrt(tl.maximum(determinant, 0.0)) / tl.maximum(count * sum_lx - sum_l * sum_x, 1e-30)
+    scale = tl.where(scale > 0.0, scale * tl.minimum(tl.maximum(gain * gain, 1.0), _MOST_GAIN), scale)
     rounded = scale.to(tl.float32).to(tl.float16).to(tl.float32)
     middle = zero.to(tl.float32).to(tl.float16).to(tl.float32)
     y = x - middle
