@@ -26,6 +26,9 @@ from router_service.config import RouterConfig
         ({"model": "m", "batch_buckets": "4,2"}, "--batch-buckets"),
         ({"model": "m", "batch_buckets": "many"}, "--batch-buckets"),
         ({"model": "m", "kv_format": "int2"}, "--kv-format: must be one of"),
+        ({"model": "m", "kv_recent": "-2"}, "--kv-recent"),
+        ({"model": "m", "kv_format": "e2m0", "kv_exempt_layers": "first"}, "--kv-exempt-layers: must be numbers"),
+        ({"model": "m", "kv_exempt_layers": "0"}, "--kv-exempt-layers: --kv-format auto seals none"),
         ({"model": "m", "step_timeout_s": "0"}, "--step-timeout-s"),
     ],
 )
@@ -57,6 +60,48 @@ def test_a_kv_format_that_may_round_is_named(checkpoint: Callable[[str], Path]) 
     for kv_format, name in (("auto", ""), ("float32", ""), ("float16", "float16"), ("bfloat16", "bfloat16")):
         config = parse(RouterConfig, {"model": str(folder), "device": "cpu", "kv_format": kv_format}, {})
         assert build.Placement.of(config, ModelSpec.load(folder)).approximate_kv == name
+
+
+def placed(folder: Path, **flags: str) -> build.Placement:
+    config = parse(RouterConfig, {"model": str(folder), "device": "cpu", **flags}, {})
+    return build.Placement.of(config, ModelSpec.load(folder))
+
+
+def test_a_sealed_format_has_its_defaults_and_is_named(checkpoint: Callable[[str], Path]) -> None:
+    folder = checkpoint("qwen3")
+    found = placed(folder, kv_format="e2m0")
+    assert (found.approximate_kv, found.kv_name) == ("e2m0", "e2m0")
+    assert found.kv_parameters == "codec=1 outliers=1 thirds=0 sinks=4 recent=112 exempt=none"
+    assert placed(folder, kv_format="fp4", kv_exempt_layers="2,0").kv_parameters.endswith("recent=32 exempt=0,2")
+    assert placed(folder, kv_format="asym3", kv_recent="7", kv_sinks="0").kv_parameters.startswith(
+        "codec=1 outliers=1 thirds=0 sinks=0 recent=7"
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "flags", "message"),
+    [
+        ("qwen3", {"page_size": "16"}, "a page of 16 tokens is not a multiple of 32"),
+        ("qwen3", {"kv_outliers": "7"}, "7 outlier channels"),
+        ("qwen3", {"kv_exempt_layers": "3"}, "the model has 3 layers, no layer 3"),
+        ("qwen3", {"kv_format": "mixed", "kv_thirds": "32"}, "32 third-bit channels"),
+        ("mixtral", {}, "head dim 20 is not a multiple of 16"),
+    ],
+)
+def test_what_a_format_does_not_support_is_refused(
+    case: str, flags: dict[str, str], message: str, checkpoint: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        placed(checkpoint(case), **{"kv_format": "e2m0", **flags})
+
+
+def test_tails_and_sinks_are_counted(checkpoint: Callable[[str], Path]) -> None:
+    # A tail has 112 + 32 tokens, sinks 4 thrice (two copies for the KV service): 156 tokens x 3 layers x 2 heads x K and V x 16
+    # dims x 2 bytes = 59,904 bytes a request, and one lane is for padding; a step's row takes 384.
+    flags = {"kv_format": "e2m0", "page_size": "32", "max_step_tokens": "128"}
+    assert sizes(checkpoint, **flags, max_batch="14", kv_memory_mb="1").pages > 1
+    with pytest.raises(ConfigError, match="tails and sinks of --max-batch 18 requests and a step's rows 1187328"):
+        sizes(checkpoint, **flags, max_batch="18", kv_memory_mb="1")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has the device")
