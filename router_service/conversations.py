@@ -16,8 +16,9 @@ from router_service import admission
 from router_service.admission import Admitted
 from router_service.asking import Reader, request_id
 from router_service.journal import Tail, Turn
+from router_service.live import Live
 from router_service.scheduler import Request
-from router_service.sessions import Live, Sessions, name_of
+from router_service.sessions import Sessions, name_of
 
 A = TypeVar("A")
 R = TypeVar("R")

@@ -14,12 +14,13 @@ from forefetch.v1 import router_pb2
 from kv_service.client import Key
 from router_service.handover import Handover
 from router_service.journal import Tail
+from router_service.live import Live, Snapshot
 from router_service.naming import Naming
 from router_service.pages import PagePool
 from router_service.prefix import Load, Prefix
 from router_service.replicas import Replicas
 from router_service.scheduler import Plan, Request
-from router_service.sessions import Live, Sessions, Snapshot
+from router_service.sessions import Sessions
 from router_service.trunk import Cache
 
 log = logging.getLogger("forefetch.router")

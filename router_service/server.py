@@ -22,9 +22,9 @@ from router_service.answer import Answer, FinishOut, TokenOut
 from router_service.asking import Reader
 from router_service.conversations import Conversations, Opened
 from router_service.engine import Delivery, Engine, Event
+from router_service.live import Live
 from router_service.recorder import Recorder
 from router_service.scheduler import Request
-from router_service.sessions import Live
 from router_service.status import Status
 
 Context = grpc.aio.ServicerContext[Any, Any]

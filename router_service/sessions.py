@@ -17,12 +17,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import monotonic
 
-import torch
-
 from forefetch.errors import ForefetchError, Mismatch, StaleEpoch
 from forefetch.rpc.auth import ANONYMOUS
 from kv_service.client import CALL_S, SessionAck, SessionRecord, SessionState, Verdict
-from router_service.journal import Cursor, Tail, Turn
+from router_service.journal import Cursor, Turn
+from router_service.live import Live
 from router_service.replicas import Replica, Replicas
 from router_service.scheduler import Request
 
@@ -39,48 +38,6 @@ TAKEN = "session.id: the session was taken over by another request"
 def name_of(tenant: str, session_id: str) -> str:
     """What the services know a session by: tenants never meet. At most 113 characters."""
     return f"{hashlib.sha256(tenant.encode()).hexdigest()[:16]}/{session_id}" if tenant != ANONYMOUS else session_id
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Rows of the cache behind a request's last block; see Tail."""
-
-    start: int
-    end: int
-    page: int
-    rows: torch.Tensor  # flat, uint8, on the device
-
-    def tail(self) -> Tail:
-        """Its bytes; waits for the device."""
-        return Tail(self.start, self.end, self.page, self.rows.cpu().numpy().tobytes())
-
-
-@dataclass(eq=False)
-class Live:
-    """A running answer of a session. `saved` tells, once it has ended, whether all of it is in the log."""
-
-    name: str
-    epoch: int
-    replica: Replica
-    request: Request
-    cursor: Cursor
-    saved: Future[bool] = field(default_factory=Future)
-    ended: float | None = None  # monotonic seconds
-    confirmed: Future[bool] | None = None  # set while somebody waits for the log to know how the answer began
-    snapshot: Snapshot | None = None  # left by the engine for the writing thread
-    asked: float = 0.0  # when a snapshot was last asked for, monotonic seconds
-    covered: int = 0  # positions that the log's tail reaches
-
-    @property
-    def urgent(self) -> bool:
-        """Somebody waits for the log."""
-        return self.ended is not None or self.confirmed is not None
-
-    def tell(self, known: bool) -> None:
-        """To whoever waits for the beginning."""
-        confirmed, self.confirmed = self.confirmed, None
-        if confirmed is not None and not confirmed.done():
-            confirmed.set_result(known)
 
 
 @dataclass

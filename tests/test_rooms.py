@@ -59,7 +59,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
             "quality",
         ),
         *("disk", "vault", "session_log", "session_rows", "operators"),
-        *("kv", "handover", "lane", "replicas", "prefix", "naming", "sessions"),
+        *("kv", "handover", "lane", "replicas", "prefix", "naming", "sessions", "live"),
         *("host", "pool", "convert", "residency", "visit"),
         *("composite", "loading", "placer", "discovery", "kubernetes_api", "reconciler"),
     ),

@@ -16,6 +16,7 @@ from kv_service.store_sessions import Session
 from router_service import sessions as module
 from router_service.admission import Admitted, SamplingParams
 from router_service.journal import Tail, Turn
+from router_service.live import Live, Snapshot
 from router_service.scheduler import Request
 from router_service.sessions import Sessions, name_of
 
@@ -81,7 +82,7 @@ def sessions(service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sess
     assert made.live == 0
 
 
-def begin(sessions: Sessions, name: str = "s") -> module.Live:
+def begin(sessions: Sessions, name: str = "s") -> Live:
     state = sessions.claim(name, 1.0)
     request = Request(1, "r", ADMITTED.prompt, ADMITTED, arrival=0.0)
     live = sessions.prepare(name, state.epoch, request, Turn.of("m", "float32", ADMITTED), 0)
@@ -218,7 +219,7 @@ def snapshots(sessions: Sessions, size: int, seconds: float) -> int:
     asked, until_s = 0, time.monotonic() + seconds
     while time.monotonic() < until_s:
         for live in sessions.wanting():
-            live.snapshot = module.Snapshot(0, live.request.computed, 4, torch.full((size,), 7, dtype=torch.uint8))
+            live.snapshot = Snapshot(0, live.request.computed, 4, torch.full((size,), 7, dtype=torch.uint8))
             asked += size
         for live in list(sessions._live):
             live.request.tokens.append(8)
