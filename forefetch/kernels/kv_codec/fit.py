@@ -2,7 +2,7 @@
 
 Groups lie along the last dim. Codes and (scale, zero) are improved in turns (Lloyd's algorithm with levels on a fixed grid),
 from a start that is optimal for a Gaussian. Sums are float64, so that the order in which they are added does not reach the
-result; it is rounded to float16 at the end and the codes are chosen once more against what was rounded.
+result; it is rounded to float16 at the end and the codes are chosen once more against what was rounded. `asym3` is not fitted.
 
 Least squares shrinks: what it gives back has less energy than the values had, by the share D of energy that is error (11 % at
 two bits). A query that looks for one key is aligned with it, so its score would be too small by that share, and the scores of
@@ -30,14 +30,15 @@ class Grid(NamedTuple):
     bits: int
     unit: int
     radix4: bool
-    start: float  # scale over standard deviation that is best for a Gaussian
+    start: float  # scale over standard deviation that is best for a Gaussian; 0: levels span the range, nothing is fitted
 
 
 GRIDS = {
     "e2m0": Grid(2, 1, True, 0.396),
     "asym2": Grid(2, 1, False, 0.498),
     "coarse": Grid(2, 2, False, 0.249),  # two bits of mixed and asym3
-    "fine": Grid(3, 1, False, 0.293),  # all three
+    "fine": Grid(3, 1, False, 0.293),  # all three, in mixed
+    "asym3": Grid(3, 1, False, 0.0),
 }
 
 
@@ -55,6 +56,8 @@ def fit(x: Tensor, valid: Tensor, grid: Grid, *, unbiased: bool = False) -> Fitt
     """x [..., m] float32, valid [m] float32 of 0 and 1: which elements count. A group of equal values gets scale 0, exactly.
 
     `unbiased`: slope 1 instead of least squares."""
+    if not grid.start:
+        return _spanned(x, valid, grid)
     count = valid.sum(dtype=torch.float64)
     zero = (x * valid).sum(-1, dtype=torch.float64) / count
     spread = (x - _last(zero)).square_().mul_(valid).sum(-1, dtype=torch.float64).div_(count).sqrt_()
@@ -74,6 +77,14 @@ def fit(x: Tensor, valid: Tensor, grid: Grid, *, unbiased: bool = False) -> Fitt
     if unbiased:
         scale = torch.where(scale > 0, scale * gain.square().clamp(1, MOST_GAIN), scale)
     return _rounded(x, valid, scale, zero, grid)
+
+
+def _spanned(x: Tensor, valid: Tensor, grid: Grid) -> Fitted:
+    """The lowest level is the minimum, the highest the maximum: large values decide which key a query finds; with three bits
+    there is room to keep them (benchmarks/LOG.md)."""
+    outside = torch.where(valid > 0, 0.0, torch.inf)
+    low, high = (x + outside).amin(-1).double(), (x - outside).amax(-1).double()
+    return _rounded(x, valid, (high - low) / (2 * (2**grid.bits - 1) * grid.unit), (high + low) / 2, grid)
 
 
 def _rounded(x: Tensor, valid: Tensor, scale: Tensor, zero: Tensor, grid: Grid) -> Fitted:

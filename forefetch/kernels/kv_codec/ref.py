@@ -40,7 +40,7 @@ def _saturated(x: Tensor, skip: int) -> Tensor:
 def _seal_keys(keys: Tensor, valid: Tensor, weight: Tensor | None, writer: _Writer) -> None:
     """Per channel: groups are the columns of keys [n, T, D]."""
     format, columns = writer.format, keys.transpose(1, 2).contiguous()  # [n, D, T]
-    coarse = fit(columns, valid, GRIDS[{"mixed": "coarse", "asym3": "fine"}.get(format.name, format.name)], unbiased=True)
+    coarse = fit(columns, valid, GRIDS["coarse" if format.name == "mixed" else format.name], unbiased=True)
     cost = torch.ones_like(coarse.error) if weight is None else weight.double()
     outliers = _worst(coarse.error * cost, format.outliers)
     best = coarse
@@ -67,7 +67,7 @@ def _seal_values(values: Tensor, valid: Tensor, writer: _Writer) -> None:
     """Per token: groups are the rows of values [n, T, D]."""
     format = writer.format
     everything = torch.ones(format.head_dim, device=values.device)
-    grid = GRIDS[{"mixed": "coarse", "asym3": "fine"}.get(format.name, format.name)]
+    grid = GRIDS["coarse" if format.name == "mixed" else format.name]
     fitted = fit(values, everything, grid, unbiased=True)
     most = fitted.scale.amax(1)
     factor = torch.where(most > 0, torch.exp2(torch.ceil(torch.log2(most.clamp_min(2.0**-30)))), 1.0)

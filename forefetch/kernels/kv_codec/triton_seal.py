@@ -33,7 +33,7 @@ class _Rule:
     start: float
 
 
-_RULES = {name: _Rule(*GRIDS[grid]) for name, grid in (("e2m0", "e2m0"), ("asym2", "asym2"), ("asym3", "fine"))}
+_RULES = {name: _Rule(*GRIDS[name]) for name in ("e2m0", "asym2", "asym3")}
 
 
 def supports(format: KvFormat) -> bool:
@@ -117,9 +117,8 @@ def _sum(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _fit(x, valid, count, AXIS: tl.constexpr, G: tl.constexpr, ROUNDS: tl.constexpr):
-    """x float32, valid float32 0 or 1, groups along AXIS of `count` valid elements -> (scale, zero as float32 that float16
-    holds, codes, sum of squared errors): `fit.fit` with `unbiased`."""
+def _least_squares(x, valid, count, AXIS: tl.constexpr, G: tl.constexpr, ROUNDS: tl.constexpr):
+    """scale and zero, float64, before they are rounded."""
     sum_x = _sum(x * valid, AXIS)
     zero = sum_x / count
     sum_x = zero * count
@@ -136,6 +135,19 @@ def _fit(x, valid, count, AXIS: tl.constexpr, G: tl.constexpr, ROUNDS: tl.conste
         zero = (sum_x - scale * sum_l) / count
         gain = count * spread * tl.sqrt(tl.maximum(determinant, 0.0)) / tl.maximum(count * sum_lx - sum_l * sum_x, 1e-30)
     scale = tl.where(scale > 0.0, scale * tl.minimum(tl.maximum(gain * gain, 1.0), _MOST_GAIN), scale)
+    return scale, zero
+
+
+@triton.jit
+def _fit(x, valid, count, AXIS: tl.constexpr, G: tl.constexpr, ROUNDS: tl.constexpr):
+    """x float32, valid float32 0 or 1, groups along AXIS of `count` valid elements -> (scale, zero as float32 that float16
+    holds, codes, sum of squared errors): `fit.fit` with `unbiased`."""
+    if _of(G, "start") == 0.0:
+        low = tl.expand_dims(tl.min(tl.where(valid > 0.0, x, float("inf")), AXIS), AXIS).to(tl.float64)
+        high = tl.expand_dims(tl.max(tl.where(valid > 0.0, x, float("-inf")), AXIS), AXIS).to(tl.float64)
+        scale, zero = (high - low) / (2 * (2 ** _of(G, "bits") - 1) * _of(G, "unit")), (high + low) / 2
+    else:
+        scale, zero = _least_squares(x, valid, count, AXIS, G, ROUNDS)
     rounded = scale.to(tl.float32).to(tl.float16).to(tl.float32)
     middle = zero.to(tl.float32).to(tl.float16).to(tl.float32)
     y = x - middle
