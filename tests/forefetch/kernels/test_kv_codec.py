@@ -9,9 +9,9 @@ from forefetch.kernels.kv_codec.formats import ALIGN, SATURATION
 
 THIRDS = {"mixed": 16}
 FORMATS = ("e2m0", "asym2", "mixed", "asym3", "fp4")
-# Signal to quantisation noise of a Gaussian at 128 values a group: Lloyd-Max reaches 9.3 dB with 2 bits and 14.6 with 3. A scale
-# with slope 1 costs 0.3 of it, levels that span the range 1 to 1.5. fp4 with a scale per 32 was seen at 20.6. A tenth of a decibel
-# is what 6 pages of 16,384 values leave to chance; half a one is a defect.
+# Signal to quantisation noise of a Gaussian at 128 values a group: Lloyd-Max reaches 9.3 dB with 2 bits and 14.6 with 3. A
+# scale with slope 1 costs 0.3 of it, levels that span the range 1 to 1.5. fp4 with a scale per 32 was seen at 20.6. A tenth of
+# a decibel is what 6 pages of 16,384 values leave to chance; half a one is a defect.
 DECIBEL = {"e2m0": 8.8, "asym2": 8.8, "asym3": 12.5, "fp4": 20.0}
 
 
