@@ -8,9 +8,11 @@
 # PYTHON  the interpreter that makes .venv, 3.11 or newer           (make install PYTHON=python3.12)
 # TORCH   what to hand to pip for PyTorch; pinned, because an unpinned torch may fetch gigabytes of CUDA libraries
 #         (make install TORCH="torch==2.11.0 --index-url URL" for another build)
+# JOBS    test files that run at a time; clusters in them start several processes each  (make test JOBS=1)
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+JOBS ?= 2
 CHECKOV := checkov==3.3.30
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,7 +39,7 @@ demo: $(STAMP) ## start a cluster, generate from two prompts, show where the mil
 	$(BIN)/forefetch demo
 
 test: $(STAMP) ## run the tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile
 
 check: $(STAMP) ## lint, format, types
 	$(BIN)/ruff check

@@ -12,6 +12,7 @@ from reference_model import CASES, Oracle
 
 from forefetch.cluster import Cluster
 from forefetch.v1 import router_pb2
+from router_service.cost import PROBE
 
 CASE = "qwen3"
 PAGE = 16  # SMALL's
@@ -118,14 +119,16 @@ def test_a_service_that_hangs_costs_no_more_than_the_bound(
     cold: Cluster, routers: tuple[Router, Router], oracle: Callable[[str], Oracle]
 ) -> None:
     _, warm = routers
-    prompt, kv = [102, *PROMPT[:100]], cold.processes["kv"]
-    before = warm.stats().kv.prefix_misses["late"]
+    kv, before = cold.processes["kv"], warm.stats().kv.prefix_misses["late"]
     kv.signal(signal.SIGSTOP)
     try:
-        answer = warm.generate(prompt, N)
+        for attempt in range(PROBE + 1):  # loads that took long do not seem worth it for a while, but one in PROBE is tried
+            prompt = [102, attempt, *PROMPT[:100]]
+            assert warm.generate(prompt, N).tokens == oracle(CASE).greedy(prompt, N)
+            if warm.stats().kv.prefix_misses["late"] > before:
+                break
     finally:
         kv.signal(signal.SIGCONT)
-    assert answer.tokens == oracle(CASE).greedy(prompt, N)
     assert warm.stats().kv.prefix_misses["late"] == before + 1
     until(lambda: warm.stats().kv.up)
 

@@ -132,7 +132,7 @@ def test_a_service_that_cannot_start_is_named_with_its_last_words(config: Cluste
 
 
 def test_a_service_that_is_never_ready_is_given_up(stand_ins: Path) -> None:
-    config = ClusterConfig(model=str(stand_ins), port=0, start_s=1.0)
+    config = ClusterConfig(model=str(stand_ins), port=0, start_s=4.0)
     with pytest.raises(Unavailable, match=r"kv was not ready within .* s: loading kv_service"):
         Cluster.start(config, extra=Extra(kv=["--fake=mute"]))
 
