@@ -70,7 +70,7 @@ HARDWARE = {
         memory_gib=24.0,
         hbm_gbs=3.84,
         pcie_gbs=3.84,
-        layer_us=552.0,
+        layer_us=750.0,
         link_us={"local": 0.0, "shm": 72.0, "grpc": 995.0},
         dtype="float32",
     ),
