@@ -79,7 +79,7 @@ def fill(host: Host, shard: Shard, folder: Path | None, on_progress: Progress) -
         read(path, header, host, on_progress)
         return
     except FileNotFoundError:
-        pass
+        pass  # nothing was kept yet: the usual first start, made below
     except (Damaged, OSError) as error:
         log.warning("cached experts are made again: %s", error)
     host.fill(shard.packed(host), on_progress)

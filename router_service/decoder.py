@@ -17,7 +17,7 @@ from torch.nn.functional import linear, rms_norm
 from forefetch.kernels.norm import add_rms_norm
 from forefetch.kernels.qkv import HeadNorms
 from router_service.batch import StepBatch
-from router_service.trunk import Layer, Trunk
+from router_service.trunk import Layer, Trunk, project
 
 
 class Resident(Protocol):
@@ -63,9 +63,9 @@ class Decoder:
         x, h = add_rms_norm(x, None, trunk.layers[0].input_norm, spec.rms_eps)
         for index, layer in enumerate(trunk.layers):
             mark(index, 0)
-            qkv = self._shaped(layer, _project(h, layer.qkv, layer.qkv_bias))
+            qkv = self._shaped(layer, project(h, layer.qkv, layer.qkv_bias))
             y = attention.decode(index, qkv, cos, sin, self._head_norms[index])
-            y = _project(y.flatten(1), layer.o, layer.o_bias)
+            y = project(y.flatten(1), layer.o, layer.o_bias)
             x, h = add_rms_norm(x, y, layer.post_norm, spec.rms_eps, spec.residual_multiplier)
             mark(index, 1)
             y = self._mlp(index, layer, h, mark)
@@ -106,8 +106,3 @@ def _head_norms(layer: Layer, eps: float) -> HeadNorms:
     assert layer.q_norm is not None
     assert layer.k_norm is not None
     return HeadNorms(layer.q_norm, layer.k_norm, eps)
-
-
-def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, in], weight [in, out] -> [T, out]."""
-    return x @ weight if bias is None else torch.addmm(bias, x, weight)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies per scaling type, and the rotation of Q and K.
+"""Rotary position embedding: frequencies per scaling type. The rotation itself is `forefetch.kernels.qkv.rotate`.
 
 Sources: RoPE, arXiv 2104.09864; YaRN, arXiv 2309.00071; "linear" is position interpolation, arXiv 2306.15595; "llama3" as
 published with Llama 3.1. Halves of the head dim are paired (i with i + D/2), as all supported checkpoints do.
@@ -27,12 +27,6 @@ class Rope:
         angles = positions.to(torch.float32)[:, None] * self.frequencies  # [T, D/2]
         angles = torch.cat((angles, angles), dim=-1)[:, None, :]
         return (angles.cos() * self.attention_factor).to(dtype), (angles.sin() * self.attention_factor).to(dtype)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, D] rotated by its positions' angles."""
-    half = x.shape[-1] // 2
-    return torch.addcmul(x * cos, torch.cat((-x[..., half:], x[..., :half]), dim=-1), sin)
 
 
 def _scaled(spec: RopeSpec, base: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, float]:

@@ -16,12 +16,12 @@ import torch
 from torch.nn.functional import linear, rms_norm, silu
 
 from forefetch.kernels.gate import choose
-from forefetch.kernels.qkv import HeadNorms
+from forefetch.kernels.qkv import HeadNorms, rotate
 from forefetch.spec import ModelSpec
 from forefetch.telemetry.ring import StepStamps
 from forefetch.weights import Checkpoint
 from router_service.batch import StepBatch
-from router_service.rope import Rope, rotate
+from router_service.rope import Rope
 
 
 class Experts(Protocol):
@@ -254,7 +254,7 @@ class Trunk:
     def _attention(self, index: int, layer: Layer, h: torch.Tensor, step: _Step) -> torch.Tensor:
         """h [T, H] -> [T, H]."""
         spec = self.spec
-        q, k, v = _project(h, layer.qkv, layer.qkv_bias).split_with_sizes(
+        q, k, v = project(h, layer.qkv, layer.qkv_bias).split_with_sizes(
             (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim), dim=-1
         )
         if spec.qk_norm == "full":
@@ -265,7 +265,7 @@ class Trunk:
         if spec.qk_norm == "head":
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
-        return _project(step.attention(index, q, k, v).flatten(1), layer.o, layer.o_bias)
+        return project(step.attention(index, q, k, v).flatten(1), layer.o, layer.o_bias)
 
     def _shared(self, layer: Layer, h: torch.Tensor) -> torch.Tensor:
         """The start of the layer's sum: the shared expert, or zeros."""
@@ -281,7 +281,7 @@ class Trunk:
         return x + y if multiplier == 1.0 else torch.add(x, y, alpha=multiplier)
 
 
-def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [T, in], weight [in, out] -> [T, out]."""
     return x @ weight if bias is None else torch.addmm(bias, x, weight)
 

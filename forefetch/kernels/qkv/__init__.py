@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from forefetch.kernels.qkv import ref
+from forefetch.kernels.qkv.ref import rotate
 
-__all__ = ["HeadNorms", "enter"]
+__all__ = ["HeadNorms", "enter", "rotate"]
 
 
 @dataclass(frozen=True, slots=True)

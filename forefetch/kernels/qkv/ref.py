@@ -28,7 +28,7 @@ def enter(
     q, k, v = heads[:, : -2 * kv_heads], heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:]
     if norms is not None:
         q, k = rms_norm(q, (dim,), norms.q, norms.eps), rms_norm(k, (dim,), norms.k, norms.eps)
-    q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     for cache, rows in ((k_cache, k), (v_cache, v)):
         most = limit or torch.finfo(cache.dtype).max
         narrow = rows if rows.dtype == cache.dtype and not limit else rows.clamp(-most, most).to(cache.dtype)
@@ -36,6 +36,7 @@ def enter(
     return q
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, D] rotated by its positions' angles; cos, sin [T, 1, D]."""
     half = x.shape[-1] // 2
     return torch.addcmul(x * cos, torch.cat((-x[..., half:], x[..., :half]), dim=-1), sin)
