@@ -58,7 +58,8 @@ class Dispatch:
             if worker.link is None:
                 self._abandon(worker.index, worker.reason)
             rows, pair_row = _compact(row, batch.tokens)
-            picked = x[: batch.tokens] if rows is None else x[torch.from_numpy(rows).to(x.device)]
+            index = None if rows is None else torch.from_numpy(rows).to(x.device)
+            picked = x[: batch.tokens] if index is None else x[index]
             call = LayerCall(
                 batch.step,
                 layer,
@@ -68,7 +69,7 @@ class Dispatch:
                 torch.from_numpy(host_weights[row, column]),
                 batch.trace,
             )
-            self._submit(worker, call, rows)
+            self._submit(worker, call, index)
 
     def _owners(self, layer: int, ids: Ints) -> Ints:
         """ids [T, K] -> the workers [T, K] that evaluate these pairs. Counts them."""
@@ -78,11 +79,10 @@ class Dispatch:
         found: Ints = owners[turn, layer, ids]
         return found
 
-    def _submit(self, worker: Worker, call: LayerCall, rows: Ints | None) -> None:
+    def _submit(self, worker: Worker, call: LayerCall, rows: torch.Tensor | None) -> None:
         link = worker.link
         assert link is not None
-        index = None if rows is None else torch.from_numpy(rows).to(call.x.device)
-        sent = Sent(worker, link, index, len(call.x))
+        sent = Sent(worker, link, rows, len(call.x))
         self._guard(worker, lambda: link.submit(call))
         self._sent.append(sent)
         worker.calls += 1
