@@ -164,6 +164,7 @@ def test_settings_make_a_core(checkpoint: Folder) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_is_not_waited_for_when_all_is_resident(checkpoint: Folder) -> None:
     folder = checkpoint("qwen3")
@@ -174,8 +175,8 @@ def test_a_gpu_is_not_waited_for_when_all_is_resident(checkpoint: Folder) -> Non
     expected = forward(experts_of(folder, held), call)
     call.x = call.x.cuda()
     forward(experts, call)  # loads libraries, which may wait
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         out = forward(experts, call)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -220,8 +220,8 @@ def test_cuda_draws_the_cpus_tokens_and_synchronises_once() -> None:
     params = [p if p.top_k == 0 or p.temperature < 2 else GREEDY for p in mixed_params(random.Random(1), 48)]
     logits = torch.randn(48, 1500, generator=torch.Generator().manual_seed(2)) * 8
     expected, there = sample(logits, params, range(48)), logits.cuda()
-    torch.cuda.set_sync_debug_mode("warn")
     try:
+        torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             got = sampling._attempt(there, params, range(48), WIDTHS[0])

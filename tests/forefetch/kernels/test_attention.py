@@ -157,8 +157,8 @@ def test_on_cuda_without_a_synchronisation(kv_heads: int, heads: int, dim: int, 
     there = Pool(pool.k.cuda(), pool.v.cuda(), pool.pages)
     q_there = q.cuda()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         plan = attention.plan_decode(pool.table, AWKWARD, PAGE, q_there.device, dtype)
         decoded = attention.decode_planned(q_there, there.k, there.v, plan, scale)
         chunk = attention.prefill(q_there[rows], there.k, there.v, pool.pages[6], 150 - 8, scale)

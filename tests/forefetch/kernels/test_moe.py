@@ -233,7 +233,7 @@ def test_fragment_order_from_logits(form: ExpertFormat, tokens: int) -> None:
         logits = torch.randint(-9, 10, (tokens, 40), device=DEVICE).to(dtype)
         out = torch.full(call.x.shape, torch.nan, device=DEVICE)
         moe_from_logits(call.x, logits, "softmax_topk", False, pool.pool, pool.slot_of, out, scratch)
-        order = logits.float().sort(dim=1, descending=True, stable=True).indices[:, :4]
+        order = logits.float().sort(dim=1, descending=True, stable=True).indices[:, :4].contiguous()
         assert torch.equal(scratch.ids[: 4 * tokens].view(tokens, 4).long(), order)
         weights = scratch.weights[: 4 * tokens].view(tokens, 4).clone()
         assert torch.allclose(weights, logits.float().softmax(1).gather(1, order), rtol=1e-5)
@@ -242,7 +242,7 @@ def test_fragment_order_from_logits(form: ExpertFormat, tokens: int) -> None:
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_a_captured_call_follows_its_inputs_and_slots(form: ExpertFormat) -> None:
-    pool = make_experts(64, 256, 64, form)
+    pool = make_experts(64, 256, 128, form)
     call, scratch = make_call(16, 8, pool, BF16), pool.scratch(16, 8, BF16)
     out = torch.empty(call.x.shape, device=DEVICE)
     moe(call.x, call.ids, call.weights, pool.pool, pool.slot_of, out, scratch)
