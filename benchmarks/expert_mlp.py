@@ -23,7 +23,8 @@ from torch.nn import functional
 from benchmarks import results
 from forefetch.kernels.gate import choose
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat, blob_bytes, pack, unpack
-from forefetch.kernels.grouped_mlp.moe import MoeScratch, moe, moe_from_logits
+from forefetch.kernels.grouped_mlp.moe import moe, moe_from_logits
+from forefetch.kernels.grouped_mlp.scratch import MoeScratch
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
 LAYERS, CALLS, REPLAYS = 4, 12, 9

@@ -18,7 +18,8 @@ from expert_worker.residency import Copied
 from forefetch.errors import BadRequest
 from forefetch.hints import ExpertHint
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat, Kind, blob_bytes, pack
-from forefetch.kernels.grouped_mlp.moe import MoeScratch, moe, moe_from_logits
+from forefetch.kernels.grouped_mlp.moe import moe, moe_from_logits
+from forefetch.kernels.grouped_mlp.scratch import MoeScratch
 from forefetch.spec import ModelSpec
 from forefetch.weights import Checkpoint, load_expert
 from forefetch.wire import LayerCall, Verified

@@ -25,7 +25,8 @@ from expert_worker.slots import NOWHERE, Slots, uses_of
 from expert_worker.visit import Visit
 from forefetch.kernels.grouped_mlp import Pairs
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat, blob_bytes, unpack
-from forefetch.kernels.grouped_mlp.moe import MoeScratch, moe
+from forefetch.kernels.grouped_mlp.moe import moe
+from forefetch.kernels.grouped_mlp.scratch import MoeScratch
 from forefetch.spec import ModelSpec
 from forefetch.wire import LayerCall, Verified
 

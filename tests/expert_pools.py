@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat, blob_bytes, pack, unpack
-from forefetch.kernels.grouped_mlp.moe import MoeScratch, moe
+from forefetch.kernels.grouped_mlp.moe import moe
+from forefetch.kernels.grouped_mlp.scratch import MoeScratch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the CPU means Triton's interpreter
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,10 +11,8 @@ from triton.experimental.gluon import language as gl
 
 from forefetch.kernels.gate.triton import choose_into
 from forefetch.kernels.grouped_mlp import direct, persistent, tiled
-from forefetch.kernels.grouped_mlp.launches import Call, combine, dependent, place, unit_size, units
-
-if TYPE_CHECKING:
-    from forefetch.kernels.grouped_mlp.moe import MoeScratch
+from forefetch.kernels.grouped_mlp.launches import Call, combine, dependent, place
+from forefetch.kernels.grouped_mlp.scratch import MoeScratch, unit_size, units
 
 DIRECT_TOKENS = 4  # up to here a unit of one pair is faster than finding out who shares an expert
 PERSISTENT_TOKENS = 768  # beyond, units of more than eight pairs read the weights fewer times

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from forefetch.kernels.grouped_mlp import portable, routing
-
-if TYPE_CHECKING:
-    from forefetch.kernels.grouped_mlp.moe import MoeScratch
+from forefetch.kernels.grouped_mlp.scratch import MoeScratch, unit_size, units
 
 _TYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32, "int8": tl.int8, "int4": tl.int8}
 _BLOCK = 256  # pairs that one program of the routing takes where x needs no conversion
@@ -36,16 +34,6 @@ class Call:
     def pairs(self) -> int:
         """Tokens times top-k."""
         return len(self.x) * self.scratch.top_k
-
-
-def units(pairs: int, experts: int, size: int) -> int:
-    """The most units that `pairs` can form in units of `size`: each expert has at most one that is not full."""
-    return min(pairs, experts + pairs // size)
-
-
-def unit_size(pairs: int, experts: int) -> int:
-    """Pairs in a unit: about what an expert has, within what a tile can be."""
-    return max(16, min(128, 1 << (-(-pairs // experts) - 1).bit_length()))
 
 
 def place(call: Call, convert: bool = False, pdl: bool = False) -> None:

@@ -10,8 +10,8 @@ from forefetch.kernels.gate import choose
 from forefetch.kernels.gate.triton import choose_into
 from forefetch.kernels.grouped_mlp import fragment
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat
-from forefetch.kernels.grouped_mlp.launches import unit_size, units
-from forefetch.kernels.grouped_mlp.moe import MoeScratch, moe, moe_from_logits
+from forefetch.kernels.grouped_mlp.moe import moe, moe_from_logits
+from forefetch.kernels.grouped_mlp.scratch import MoeScratch, unit_size, units
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # the interpreter computes NaN rows in NumPy
 
