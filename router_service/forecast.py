@@ -1,6 +1,6 @@
 """What a step will need of a later layer, out of what heads say about its rows. Pure: numbers in, numbers out.
 
-Letters: T rows, M experts named per row, E experts, R rows that are looked at.
+Letters: T rows, M experts named per row, E experts, R rows that are looked at; `..`: targets, if any.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Sure = npt.NDArray[np.float32] | Floats
 
 FLOOR = 0.1
 """A named expert less likely than this is not worth its bytes; benchmarks/LOG.md has what the cut costs."""
@@ -23,22 +24,25 @@ _SURE = 1.0 - 1e-9  # log(1 - p) stays finite
 _WEIGHT = 0.25  # of the newest duration in a running mean
 
 
-def chances(experts: Ints, probabilities: Floats, count: int) -> Floats:
-    """Experts [T, M] that heads name and how sure they are [T, M] -> [E] chance that at least one row chooses the expert.
+def chances(experts: Ints, probabilities: Sure, count: int) -> Floats:
+    """Experts [.., T, M] that heads name and how sure they are [.., T, M] -> [.., E] chance that at least one row chooses it.
 
     Rows are taken as independent: 1 - prod(1 - p). Whatever heads make up, numbers come out: an expert that does not exist or a
     probability that is not a number counts as not named.
     """
-    named, sure = experts.ravel(), probabilities.ravel()
-    usable = (named >= 0) & (named < count) & (sure > 0.0)  # NaN is not greater
-    missed = np.log1p(-np.minimum(sure[usable], _SURE))
-    return -np.expm1(np.bincount(named[usable], weights=missed, minlength=count))
+    targets = experts.shape[:-2]
+    size = int(np.prod(targets))
+    usable = (experts >= 0) & (experts < count) & (probabilities > 0.0)  # NaN is not greater
+    offsets = count * np.arange(size).reshape(*targets, 1, 1)
+    missed = np.log1p(-np.minimum(probabilities[usable].astype(np.float64), _SURE))
+    named = (experts + offsets)[usable]
+    return -np.expm1(np.bincount(named, weights=missed, minlength=count * size).reshape(*targets, count))
 
 
 def shortlist(chance: Floats, floor: float = FLOOR) -> Ints:
     """Chances [E] -> the experts worth naming, likeliest first; of equals the one with the lower number."""
-    order = np.argsort(-chance, kind="stable")
-    return order[: int(np.count_nonzero(chance >= floor))]
+    names = np.flatnonzero(chance >= floor)
+    return names[np.argsort(-chance[names], kind="stable")]
 
 
 def looked_at(decodes: int, tokens: int, most: int = MOST_ROWS) -> Ints | None:

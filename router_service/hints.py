@@ -16,6 +16,7 @@ from time import perf_counter_ns
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from forefetch.hints import FIRST, REFINED, ExpertHint
@@ -58,14 +59,14 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What heads said at one place, on its way to the host: experts and probabilities [D, T, M] of D targets."""
+    """What heads said at one place, on its way from a GPU: experts and probabilities [D, T, M] of D targets."""
 
     step: _Step
     source: int
     kinds: Sequence[int]
     targets: Sequence[int]
     both: torch.Tensor  # [2, D, T, M] float32; ids are exact in it
-    ready: torch.cuda.Event | None
+    ready: torch.cuda.Event
 
 
 class Hints:
@@ -192,12 +193,15 @@ class Hints:
         if not hints:
             return
         rows = min(len(hints[0].experts), step.batch.tokens)  # with attention, padding took part
-        both = torch.stack([torch.stack([part[:rows].float() for part in (h.experts, h.probabilities)]) for h in hints], dim=1)
         targets = [hint.layer for hint in hints]
-        if both.device.type != "cuda":
-            self._deliver(_Answer(step, source, kinds, targets, both, None))
+        if hints[0].experts.device.type != "cuda":
+            experts = np.stack([hint.experts[:rows].numpy() for hint in hints])
+            sure = np.stack([hint.probabilities[:rows].float().numpy() for hint in hints])
+            self._deliver(step, source, kinds, targets, experts, sure)
         elif self._waiting.qsize() < MOST_WAITING:
-            host = torch.empty(both.shape, pin_memory=True).copy_(both, non_blocking=True)
+            both = [torch.stack([part[:rows].float() for part in (h.experts, h.probabilities)]) for h in hints]
+            host = torch.empty((2, len(hints), *both[0].shape[1:]), pin_memory=True)
+            host.copy_(torch.stack(both, dim=1), non_blocking=True)
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
             self._start_thread()
@@ -208,33 +212,41 @@ class Hints:
         named = dict(step.due.pop(layer, {}))  # a copy: the thread below may be adding to it
         if not named:
             return
-        chosen = np.unique(self._dispatch.chosen if self._dispatch.chosen.size else ids[: step.batch.tokens].cpu().numpy())
-        found = [np.intersect1d(chosen, experts).size for experts in named.values()]
-        everything = np.unique(np.concatenate(list(named.values())))
-        kinds = dict(zip(named, zip((len(e) for e in named.values()), found, strict=True), strict=True))
-        by_kind = [count for kind in (NEXT, SECOND, AGAIN) for count in kinds.get(kind, (0, 0))]
-        step.stamps.hints(layer, chosen.size, everything.size, np.intersect1d(chosen, everything).size, *by_kind)
+        chosen, everything = np.zeros((2, self._experts), dtype=bool)
+        chosen[self._dispatch.chosen if self._dispatch.chosen.size else ids[: step.batch.tokens].cpu().numpy()] = True
+        by_kind = [0] * 6
+        for kind, experts in named.items():
+            everything[experts] = True
+            by_kind[2 * kind : 2 * kind + 2] = len(experts), int(np.count_nonzero(chosen[experts]))
+        counts = (int(np.count_nonzero(marks)) for marks in (chosen, everything, chosen & everything))
+        step.stamps.hints(layer, *counts, *by_kind)
 
     # ---- to the workers: the engine's thread, or on a GPU the one below ----
 
-    def _deliver(self, answer: _Answer) -> None:
-        experts, probabilities = answer.both.numpy()
-        for place, target in enumerate(answer.targets):
-            chance = chances(experts[place].astype(np.int64), probabilities[place].astype(np.float64), self._experts)
+    def _deliver(
+        self,
+        step: _Step,
+        source: int,
+        kinds: Sequence[int],
+        targets: Sequence[int],
+        experts: Ints,
+        sure: npt.NDArray[np.float32],
+    ) -> None:
+        """experts and probabilities [D, T, M] of D targets."""
+        for kind, target, chance in zip(kinds, targets, chances(experts, sure, self._experts), strict=False):
             names = shortlist(chance)
-            answer.step.due.setdefault(target, {})[answer.kinds[place]] = names
-            phase = REFINED if answer.kinds[place] == AGAIN else FIRST
-            self._send(answer.step.batch.step, answer.source, target, phase, names, chance)
+            step.due.setdefault(target, {})[kind] = names
+            self._send(step.batch.step, source, target, REFINED if kind == AGAIN else FIRST, names, chance[names])
 
-    def _send(self, step: int, source: int, target: int, phase: int, names: Ints, chance: Floats) -> None:
+    def _send(self, step: int, source: int, target: int, phase: int, names: Ints, likely: Floats) -> None:
         """One hint to each worker that some row's pair with one of the named experts may go to."""
-        owners = self._workers.owners[:, target][:, names]  # [R, n]
+        owners = self._workers.owners[:, target, names]  # [R, n]
         window = self._pace.window(target, self._clock())
+        experts, likely = names.astype(np.int32), likely.astype(np.float32)
         for worker in self._workers.rows:
-            link, own = worker.link, names[(owners == worker.index).any(axis=0)]
-            if link is not None and own.size:
-                likely = chance[own].astype(np.float32)
-                link.hint(ExpertHint(step, source, target, phase, own.astype(np.int32), likely, window))
+            own = (owners == worker.index).any(axis=0)
+            if worker.link is not None and own.any():
+                worker.link.hint(ExpertHint(step, source, target, phase, experts[own], likely[own], window))
                 self.sent += 1
 
     def _start_thread(self) -> None:
@@ -245,10 +257,10 @@ class Hints:
     def _fetch(self) -> None:
         while (answer := self._waiting.get()) is not None:
             try:
-                assert answer.ready is not None
                 answer.ready.synchronize()
                 if answer.step is self._now:  # else the step is over, or broke off
-                    self._deliver(answer)
+                    experts, sure = answer.both.numpy()
+                    self._deliver(answer.step, answer.source, answer.kinds, answer.targets, experts.astype(np.int64), sure)
             except Exception:
                 self.failures += 1
                 log.exception("a hint could not be delivered")

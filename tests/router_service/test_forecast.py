@@ -22,6 +22,15 @@ def test_chances_are_those_of_at_least_one_row() -> None:
     np.testing.assert_allclose(found, expected, atol=1e-8)
 
 
+def test_targets_do_not_see_one_another() -> None:
+    draw = np.random.default_rng(1)
+    experts, sure = draw.integers(-1, EXPERTS + 1, (3, 4, 5)), draw.random((3, 4, 5))
+    found = chances(experts, sure, EXPERTS)
+    assert found.shape == (3, EXPERTS)
+    for target in range(3):
+        np.testing.assert_array_equal(found[target], chances(experts[target], sure[target], EXPERTS))
+
+
 shapes = st.tuples(st.integers(0, 6), st.integers(1, 5))
 any_float = st.floats(allow_nan=True, allow_infinity=True, width=32)
 

@@ -29,6 +29,7 @@ from router_service.lookahead.evaluate import (
 from router_service.lookahead.heads import EXTRA, Head, Hint, Lookahead
 from router_service.lookahead.record import Recorder
 from router_service.lookahead.runner import Runner
+from router_service.lookahead.sketch import Sketch
 from router_service.lookahead.store import Trained
 from router_service.trunk import Attend
 
@@ -244,6 +245,12 @@ def test_the_stacked_form_computes_the_formula(
         return Network(*(0.1 * torch.randn(shape, generator=draw) for shape in shapes))
 
     trained.heads = {key: Head(correction(key[1]) if key[1] != 1 or key[0] % 2 else None) for key in keys(model)}
+    hidden, experts = model.spec.hidden_size, model.spec.num_experts
+    shapes = (24, hidden), (24,), (12, experts), (12,), (hidden, 12), (hidden,)
+    trained.sketches = {
+        layer: Sketch(*(0.1 * torch.randn(shape, generator=draw) for shape in shapes))
+        for layer in model.spec.moe_layers[:: 2 if len(model.spec.moe_layers) > 2 else 1]
+    }
     lookahead = trained.on(model.trunk)
     kept, definition = Hints(lookahead, refined=False), Definition(lookahead, trained, model.spec.moe_layers)
     ids = [chunk.ids for chunk in sequences]
