@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from reference_model import Oracle
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--crash-rounds", type=int, default=6, help="rounds of tests/cluster/test_crashes.py (default: 6)")
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """checkpoint("qwen3") -> folder of that case of reference_model.CASES."""

@@ -7,21 +7,16 @@ was damaged on disk meanwhile is a miss. The seed is fixed; the moments within a
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forks import Forks
 
 from forefetch.errors import ForefetchError
-from forefetch.settings import child_environment
 from kv_service.client import Key, KvClient, SessionRecord, chain
 
 KILLS, SEED = 110, 20261129
@@ -37,39 +32,6 @@ def content(key: Key) -> bytes:
 
 def token(session: int, position: int) -> int:
     return (session * 1_000_003 + position * 7919) % 50_000
-
-
-class Service:
-    """One service after the other in the same folder."""
-
-    def __init__(self, folder: Path) -> None:
-        flags = [f"--dir={folder}", "--budget-mb=2", "--max-block-mb=1", "--disk-gb=0.003", "--log-level=error"]
-        command = [sys.executable, str(Path(__file__).with_name("zygote.py")), *flags]
-        self.zygote = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_environment(PYTHONWARNINGS="error")
-        )
-        self.pid = 0
-
-    def start(self) -> KvClient:
-        assert self.zygote.stdin
-        assert self.zygote.stdout
-        self.zygote.stdin.write("\n")
-        self.zygote.stdin.flush()
-        said: dict[str, str] = {}
-        while not ("pid" in said and "address" in said):
-            said |= json.loads(self.zygote.stdout.readline())
-        self.pid = int(said["pid"])
-        return KvClient(said["address"])
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        assert self.zygote.stdin
-        assert self.zygote.stdout
-        self.zygote.stdin.close()
-        self.zygote.wait(10)
-        self.zygote.stdout.close()
 
 
 class Callers:
@@ -152,16 +114,17 @@ def damage(file: Path, draw: random.Random, keys: list[Key]) -> bool:
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    one = Service(tmp_path)
+def service(tmp_path: Path) -> Iterator[Forks]:
+    flags = [f"--dir={tmp_path}", "--budget-mb=2", "--max-block-mb=1", "--disk-gb=0.003", "--log-level=error"]
+    one = Forks("kv_service", flags)
     yield one
     one.close()
 
 
-def test_killed_at_random_points(service: Service, tmp_path: Path) -> None:
+def test_killed_at_random_points(service: Forks, tmp_path: Path) -> None:
     draw, callers, flipped = random.Random(SEED), Callers(), 0
     for round_ in range(KILLS):
-        client = service.start()
+        client = KvClient(service.start())
         callers.check(client)
         threads = callers.run(client, draw.getrandbits(32))
         threading.Event().wait(draw.uniform(0.0, 0.12))
@@ -172,7 +135,7 @@ def test_killed_at_random_points(service: Service, tmp_path: Path) -> None:
         client.close()
         if round_ % 6 == 5:
             flipped += damage(tmp_path / "blocks" / "data.mdb", draw, [key for keys in callers.chains for key in keys])
-    client = service.start()
+    client = KvClient(service.start())
     callers.check(client)
     client.close()
     service.kill()
