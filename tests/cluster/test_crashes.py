@@ -1,8 +1,8 @@
 """Kills routers and their KV service at random points; what they serve afterwards is what a fresh computation gives.
 
 Each round kills one of two routers and the KV service (with a folder, and less disk than blocks) while streams with sessions
-run, greedy and seeded. Streams that broke off go on on the other router, the others must not notice. After the round every block
-that the service serves is compared with the K and V that transformers computes for the same tokens. The seed is fixed; the
+run, greedy and seeded. Streams that broke off go on on the other router, the others must not notice. After the round every
+block that the service serves is compared with the K and V that transformers computes for the same tokens. The seed is fixed; the
 moment within a step is the machine's.
 
     python -m pytest tests/cluster/test_crashes.py --crash-rounds 100        the long form: 100 kills of each, some minutes
@@ -53,7 +53,7 @@ SAMPLING = {
     "greedy": router_pb2.SamplingParams(temperature=0.0),
     "seeded": router_pb2.SamplingParams(temperature=0.8, seed=7, top_p=0.95),
 }
-# float32 sums of at most 64 terms in another order, three layers deep: K and V of size 10 differ by some 64 * 2**-24 * 10 a layer.
+# float32 sums of at most 64 terms in another order, three layers deep: K and V of size 10 differ by 64 * 2**-24 * 10 a layer.
 # Those of other tokens differ by over 0.1.
 TOLERANCE = 5e-4
 
