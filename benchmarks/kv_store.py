@@ -1,6 +1,6 @@
 """The KV service over gRPC: look-up of a long prefix, put and get beside a bare stream, restart on a large store.
 
-    python -m benchmarks.kv_store [--quick] [--folder DIR]
+    python -m benchmarks.kv_store [--quick] [--only look-up|transfers|restart] [--folder DIR]
 
 Services are processes of their own. The yardstick of put and get is a bare gRPC stream of the same messages between two
 processes that look at nothing; all take turns in short rounds, so that a disturbance of the machine meets all. The large store
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -126,42 +127,49 @@ def look_up(rounds: int) -> list[Row]:
 
 
 def transfers(folder: Path, rounds: int, count: int) -> list[Row]:
-    """MB/s of each way, and the median over rounds of its ratio to the bare stream of the same round."""
-    size, rates = count * PAGE_BYTES, dict[str, list[float]]()
+    """MB/s of each way, the median over rounds of its ratio to the bare stream of the same round, and the service's CPU time."""
+    size, rates, spent = count * PAGE_BYTES, defaultdict[str, list[float]](list), Counter[str]()
 
-    def clock(case: str, call: Callable[[], object]) -> None:
-        began = time.perf_counter()
+    def clock(case: str, call: Callable[[], object], pid: int = 0) -> float:
+        began, cpu = time.perf_counter(), cpu_s(pid)
         call()
-        rates.setdefault(case, []).append(size / (time.perf_counter() - began) / 1e6)
+        took = time.perf_counter() - began
+        rates[case].append(size / took / 1e6)
+        spent[case] += cpu_s(pid) - cpu
+        return took
 
     with contextlib.ExitStack() as stack:
 
-        def start(*flags: str) -> KvClient:
-            client = KvClient(stack.enter_context(service("--max-block-mb=4", *flags)).address)
+        def start(*flags: str) -> tuple[KvClient, int]:
+            process = stack.enter_context(service("--max-block-mb=4", *flags))
+            client = KvClient(process.address)
             stack.callback(client.close)
-            return client
+            return client, process.pid
 
-        ram = start("--budget-mb=1024")
-        behind = start("--budget-mb=1024", f"--dir={folder / 'behind'}", "--disk-gb=4")
-        small = start("--budget-mb=32", f"--dir={folder / 'small'}", "--disk-gb=4")  # so that every get is from disk
+        ram, ram_pid = start("--budget-mb=1024")
+        behind, behind_pid = start("--budget-mb=1024", f"--dir={folder / 'behind'}", "--disk-gb=4")
+        # So that every get is from disk, and every put waits for it.
+        small, small_pid = start("--budget-mb=32", f"--dir={folder / 'small'}", "--disk-gb=4")
         stub = stack.enter_context(bare())
         noise = bytes(PAGE_BYTES)  # a block of 1.8 MB is a message
         for turn in range(rounds + 1):
             if turn == 1:
                 rates.clear()  # the first is for warming up
+                spent.clear()
             blocks = blocks_of(turn, count)
             keys = [key for key, _ in blocks]
             clock("put: bare stream", lambda: stub.Put(_messages(count, noise)))
-            clock("put: memory", lambda blocks=blocks: _whole(ram.put(blocks), (count, 0)))
-            clock("put: disk behind", lambda blocks=blocks: _whole(behind.put(blocks), (count, 0)))
-            _whole(small.put(blocks), (count, 0))
-            for client in (behind, small):
-                while client.stats().disk_blocks < client.stats().blocks:
-                    time.sleep(0.05)
+            clock("put: memory", lambda blocks=blocks: _whole(ram.put(blocks), (count, 0)), ram_pid)
+            began = time.perf_counter()
+            clock("put: disk behind", lambda blocks=blocks: _whole(behind.put(blocks), (count, 0)), behind_pid)
+            _await_disk(behind)
+            rates["put: disk behind, until it is there"].append(size / (time.perf_counter() - began) / 1e6)
+            clock("put: memory full, at the disk's pace", lambda blocks=blocks: _whole(small.put(blocks), (count, 0)), small_pid)
+            _await_disk(small)
             request = pb.GetRequest(keys=[pb.BlockKey()] * count)
             clock("get: bare stream", lambda request=request: sum(len(m.parts[0].data) for m in stub.Get(request)))
-            clock("get: memory", lambda keys=keys: _whole(len(ram.get(keys)), count))
-            clock("get: disk", lambda keys=keys: _whole(len(small.get(keys)), count))
+            clock("get: memory", lambda keys=keys: _whole(len(ram.get(keys)), count), ram_pid)
+            clock("get: disk", lambda keys=keys: _whole(len(small.get(keys)), count), small_pid)
         _whole(small.stats().disk_reads, (rounds + 1) * count)
     rows = []
     for case, values in rates.items():
@@ -169,7 +177,20 @@ def transfers(folder: Path, rounds: int, count: int) -> list[Row]:
         ratio = median(mine / theirs for mine, theirs in zip(values, yardstick, strict=True))
         rows.append(Row("kv_store", case, "throughput p50", median(values), "MB/s"))
         rows.append(Row("kv_store", case, "of the bare stream", ratio, "ratio"))
+        if spent[case]:
+            rows.append(Row("kv_store", case, "CPU time of the service meanwhile", spent[case] / (rounds * size / 1e9), "s/GB"))
     return rows
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of a process so far, seconds; 0 for none."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() if pid else ["0"] * 13
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _await_disk(client: KvClient) -> None:
+    while (stats := client.stats()).disk_blocks < stats.blocks:
+        time.sleep(0.02)
 
 
 def _messages(count: int, data: bytes) -> Iterator[pb.PutRequest]:
@@ -225,6 +246,7 @@ def _fill(folder: Path, total: int, block_bytes: int) -> list[Key]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of the work; nothing is added to results.csv")
+    parser.add_argument("--only", choices=("look-up", "transfers", "restart"), help="one part (default: all)")
     parser.add_argument("--folder", help="where stores are made and deleted (default: the system's temporary folder)")
     parser.add_argument("--serve-bare", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
@@ -237,10 +259,13 @@ def main() -> int:
         return subprocess.run(command, env=child_environment(**MALLOC), check=False).returncode
     quick, folder = args.quick, Path(tempfile.mkdtemp(prefix="forefetch-kv-", dir=args.folder))
     try:
-        rows = look_up(100 if quick else 1000)
-        rows += transfers(folder / "transfers", 2 if quick else 9, 32 if quick else 128)
-        shutil.rmtree(folder / "transfers")
-        for block_bytes in (PAGE_BYTES, 64 << 10):
+        rows: list[Row] = []
+        if args.only in (None, "look-up"):
+            rows += look_up(100 if quick else 1000)
+        if args.only in (None, "transfers"):
+            rows += transfers(folder / "transfers", 2 if quick else 9, 32 if quick else 128)
+            shutil.rmtree(folder / "transfers")
+        for block_bytes in (PAGE_BYTES, 64 << 10) if args.only in (None, "restart") else ():
             rows += restart(folder / "restart", GIB // 2 if quick else 5 * 10**9, block_bytes)
             shutil.rmtree(folder / "restart")
     finally:

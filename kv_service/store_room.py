@@ -15,6 +15,8 @@ from kv_service.store_order import Entry, Order, State
 
 HIGH, LOW = 0.95, 0.90
 """Watermarks of a budget: eviction begins when more than HIGH of it would be used and goes on to LOW."""
+PRESSED = 0.5
+"""Share of the memory budget that may wait to be written while blocks are coming in."""
 DISK_PAGE = 4096
 """What a block takes on disk is a multiple of this."""
 
@@ -55,6 +57,7 @@ class Room:
         self._all = _Account(limits.home)
         self._tenants: dict[bytes, _Account] = {}
         self._dirty: deque[Entry] = deque()
+        self._unwritten = 0  # bytes of them
         self._doomed: list[Entry] = []
         self._warm: OrderedDict[bytes, Entry] = OrderedDict()
         self._restless = 0  # blocks that are reserved, dirty or leased: they may give way soon
@@ -69,6 +72,11 @@ class Room:
     def dirty(self) -> bool:
         """Whether a block waits to be written."""
         return bool(self._dirty)
+
+    @property
+    def pressed(self) -> bool:
+        """Whether so much waits to be written that memory may run short."""
+        return self._unwritten > self.limits.memory * PRESSED
 
     @property
     def doomed(self) -> bool:
@@ -97,6 +105,7 @@ class Room:
         if self.limits.disk:
             entry.dirty = True
             self._dirty.append(entry)
+            self._unwritten += entry.size
         else:
             self._restless -= 1
             self.offer(entry)
@@ -163,6 +172,7 @@ class Room:
         while self._dirty and (not batch or size + self._dirty[0].size <= most_bytes):
             batch.append(self._dirty.popleft())
             size += batch[-1].size
+        self._unwritten -= size
         return batch
 
     def written(self, batch: Sequence[Entry], on_disk: bool) -> None:

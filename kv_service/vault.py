@@ -26,6 +26,9 @@ PATIENCE_S = 5.0
 """How long a writer waits for room that others are about to give."""
 WRITE_BYTES = 32 << 20
 """Most bytes of blocks in one transaction, unless a single block has more."""
+PAUSE_S, LATEST_S = 0.05, 1.0
+"""Blocks are written once none has come for PAUSE_S, because writing competes with what comes in for cores and for memory's
+bandwidth; but at the latest LATEST_S after there was something to write, or when memory is needed."""
 
 
 @dataclass(slots=True)
@@ -61,6 +64,8 @@ class Vault:
         self.labels = Labels()
         self._changed = threading.Condition()
         self._closing = False
+        self._came = 0.0  # when the last block did, monotonic seconds
+        self._short = 0  # writers that wait for room
         self._writer: threading.Thread | None = None
         if disk is not None:
             self._load(disk)
@@ -101,14 +106,17 @@ class Vault:
                     return place
                 if now >= until:
                     return self.store.refuse(place)
+                self._short += 1
+                self._changed.notify_all()  # what waits to be written is written now
                 self._changed.wait(min(until - now, 0.5))
+                self._short -= 1
 
     def commit(self, place: Reservation, pieces: Pieces, checksum: bytes, origin: bytes = b"") -> Outcome:
         """See Store.commit. `pieces` belong to the vault from now on."""
         with self._changed:
             outcome = self.store.commit(place, checksum, origin)
             if outcome is Outcome.STORED:
-                self._bytes[place.entry.name] = pieces
+                self._bytes[place.entry.name], self._came = pieces, time.monotonic()
             self._settle()
             self._changed.notify_all()
         return outcome
@@ -246,6 +254,7 @@ class Vault:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or room.dirty or room.doomed)
+                self._await_pause()
                 if not room.dirty and not room.doomed:
                     return
                 doomed, batch = room.take_doomed(), room.take_dirty(WRITE_BYTES)
@@ -258,6 +267,15 @@ class Vault:
                 room.written(lost, on_disk=False)
                 self._settle()
                 self._changed.notify_all()
+
+    def _await_pause(self) -> None:
+        """Until what waits to be written should be; see PAUSE_S. Deletions that somebody may wait for are not put off."""
+        latest, room = time.monotonic() + LATEST_S, self.store.room
+        while not (self._closing or self._short or room.pressed or room.doomed):
+            until = min(self._came + PAUSE_S, latest) - time.monotonic()
+            if until <= 0:
+                return
+            self._changed.wait(until)
 
     def _write(self, disk: Disk, doomed: list[Entry], pairs: Sequence[tuple[Entry, Pieces]]) -> bool:
         """Whether the blocks are on disk now. What is to be deleted is, unless the disk fails altogether."""
