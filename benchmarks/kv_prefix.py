@@ -4,7 +4,8 @@
 
 Cold and warm are the same prompts, one after the other, on the same router: first computed, then, once the service holds their
 blocks, sent again. A router keeps no prefix of its own; the run ends with an error unless the service's counters say that every
-block was loaded. The cost of handing over is the same streams on routers with and without a KV service, in alternation.
+block was loaded. The cost of handing over is the same streams on routers with and without a KV service, in short turns.
+It takes about two minutes on a quiet machine and never much more than three.
 """
 
 from __future__ import annotations
@@ -14,23 +15,25 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
+from benchmarks.kv_store import cpu_s
 from benchmarks.results import Row, append
+from forefetch.cluster import Cluster, ClusterConfig
 
 PREFIX = 2_000
 STREAMS = 8
+LEAST_ROUNDS = 4
 REFERENCE = Path(__file__).parent.parent / "models" / "reference"
 
 
 @contextmanager
-def cluster(model: Path, kv: bool) -> Iterator[str]:
+def cluster(model: Path, kv: bool) -> Iterator[Cluster]:
     """Router and workers in one process, so that nothing but the KV service is beside it."""
-    from forefetch.cluster import Cluster, ClusterConfig
-
     with Cluster.start(ClusterConfig(model=str(model), link="local", kv=kv, port=0, device="cpu")) as running:
-        yield running.address
+        yield running
 
 
 def prompt(seed: int, length: int, vocab: int) -> list[int]:
@@ -43,7 +46,7 @@ def first_token(model: Path, length: int, rounds: int) -> list[Row]:
     from forefetch.client import SyncClient
 
     cold, warm = [], []
-    with cluster(model, kv=True) as address, SyncClient(address) as client:
+    with cluster(model, kv=True) as running, SyncClient(running.address) as client:
         described = client.describe()
         pages = length // described.page_size
         for seed in range(rounds + 1):
@@ -71,40 +74,78 @@ def first_token(model: Path, length: int, rounds: int) -> list[Row]:
     ]
 
 
-def per_token(model: Path, tokens: int, rounds: int) -> list[Row]:
-    """Time per token of STREAMS streams: without a KV service, with one, and with sessions on top."""
-    gaps: dict[str, list[float]] = {"without": [], "handed over": [], "with sessions": []}
+@dataclass
+class Arm:
+    """A way to run the streams: a router, whether with sessions, and what each round took."""
+
+    name: str
+    address: str
+    pid: int
+    sessions: bool = False
+    wall_ms: list[float] = field(default_factory=list)  # between two tokens of a stream, mean of a round
+    cpu_ms: list[float] = field(default_factory=list)  # of the router, per token of the round
+
+
+def per_token(model: Path, tokens: int, seconds: float) -> list[Row]:
+    """Time per token of STREAMS streams: without a KV service, with one, and with sessions on top.
+
+    Rounds are short and the arms take turns, in changing order, until `seconds` have passed: what disturbs the machine meets
+    all. What is reported of a change is the median of the differences within a round and its standard error."""
     with cluster(model, kv=False) as without, cluster(model, kv=True) as with_kv:
-        for turn in range(rounds + 1):
-            for name, address in (("without", without), ("handed over", with_kv), ("with sessions", with_kv)):
-                found = asyncio.run(_streams(address, turn, tokens, name == "with sessions"))
-                gaps[name] += [found] if turn else []
-    rows = []
-    for name, values in gaps.items():
-        change = median(a / b for a, b in zip(values, gaps["without"], strict=True)) - 1
-        print(f"time per token at {STREAMS} streams, {name}: {median(values):.2f} ms ({change:+.1%})")
-        rows.append(Row("kv_prefix", f"{model.name} {STREAMS} streams, {name}", "time per token", median(values), "ms"))
-    return rows
+        pids = [router.processes["router"].pid for router in (without, with_kv)]
+        arms = [
+            Arm("without", without.address, pids[0]),
+            Arm("handed over", with_kv.address, pids[1]),
+            Arm("with sessions", with_kv.address, pids[1], sessions=True),
+        ]
+        blocks, until, turn = 0, time.monotonic() + seconds, 0
+        while time.monotonic() < until or turn < LEAST_ROUNDS:
+            for arm in arms if turn % 2 else arms[::-1]:
+                began = cpu_s(arm.pid)
+                gap, sent = asyncio.run(_streams(arm.address, turn, tokens, arm.sessions))
+                if turn:  # the first round is for warming up
+                    arm.wall_ms.append(gap)
+                    arm.cpu_ms.append(1e3 * (cpu_s(arm.pid) - began) / (tokens * STREAMS))
+                    blocks += sent
+            turn += 1
+    if not blocks:
+        raise SystemExit("no block was handed over")
+    print(f"{turn - 1} rounds, {blocks} blocks handed over")
+    return [row for arm in arms for row in _rows(model.name, arm, arms[0])]
 
 
-async def _streams(address: str, turn: int, tokens: int, sessions: bool) -> float:
-    """Mean gap between tokens over all streams, milliseconds."""
+def _rows(model: str, arm: Arm, base: Arm) -> Iterator[Row]:
+    case = f"{model} {STREAMS} streams, {arm.name}"
+    for metric, mine, theirs in (("time per token", arm.wall_ms, base.wall_ms), ("CPU per token", arm.cpu_ms, base.cpu_ms)):
+        yield Row("kv_prefix", case, metric, median(mine), "ms")
+        changes = [100 * (a / b - 1) for a, b in zip(mine, theirs, strict=True)]
+        low, change, high = quantiles(changes, n=4)
+        error = 0.93 * (high - low) / len(changes) ** 0.5  # of the median, if the differences are normal
+        print(f"{metric} at {STREAMS} streams, {arm.name}: {median(mine):.2f} ms, {change:+.1f} % +- {error:.1f}")
+        if arm is not base:
+            yield Row("kv_prefix", case, f"{metric}, change", change, "%")
+            yield Row("kv_prefix", case, f"{metric}, standard error of the change", error, "%")
+
+
+async def _streams(address: str, turn: int, tokens: int, sessions: bool) -> tuple[float, int]:
+    """(mean milliseconds between tokens over all streams, blocks handed over). Each stream fills a page, and no two at once."""
     from forefetch.client import Client
 
     async with Client(address) as client:
-        vocab = (await client.describe()).vocab_size
+        described = await client.describe()
+        sent = (await client.stats()).kv.blocks_sent
 
         async def one(stream: int) -> float:
-            ids = prompt(1_000 + turn * STREAMS + stream + 100_000 * sessions, 100, vocab)
+            length = described.page_size - 1 - stream * (tokens // STREAMS)
+            ids = prompt(1_000 + turn * STREAMS + stream + 100_000 * sessions, length, described.vocab_size)
             options = {"session": f"bench-{turn}-{stream}", "session_mode": "start"} if sessions else {}
             answer = await client.complete(ids, max_tokens=tokens, ignore_eos=True, temperature=0.0, **options)  # type: ignore[arg-type]
             return (answer.tokens[-1].at_ms - answer.tokens[0].at_ms) / (tokens - 1)
 
         found = await asyncio.gather(*(one(stream) for stream in range(STREAMS)))
-        if sessions or (await client.stats()).kv.address:
-            while (await client.stats()).kv.blocks_waiting:  # the next round must not pay for this one
-                await asyncio.sleep(0.02)
-        return sum(found) / len(found)
+        while (kv := (await client.stats()).kv).blocks_waiting:  # the next round must not pay for this one
+            await asyncio.sleep(0.02)
+        return sum(found) / len(found), kv.blocks_sent - sent
 
 
 def main() -> None:
@@ -113,7 +154,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=REFERENCE, help="the checkpoint (default: models/reference)")
     args = parser.parse_args()
     rows = first_token(args.model, PREFIX, 2 if args.quick else 7)
-    rows += per_token(args.model, 64 if args.quick else 256, 2 if args.quick else 7)
+    rows += per_token(args.model, 64, 10 if args.quick else 100)
     if not args.quick:
         append(rows)
 

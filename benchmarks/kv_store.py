@@ -127,7 +127,7 @@ def look_up(rounds: int) -> list[Row]:
 
 
 def transfers(folder: Path, rounds: int, count: int) -> list[Row]:
-    """MB/s of each way, the median over rounds of its ratio to the bare stream of the same round, and the service's CPU time."""
+    """MB/s of each way, the median over rounds of its ratio to the bare stream of the round, and the service's CPU time."""
     size, rates, spent = count * PAGE_BYTES, defaultdict[str, list[float]](list), Counter[str]()
 
     def clock(case: str, call: Callable[[], object], pid: int = 0) -> float:
@@ -164,7 +164,9 @@ def transfers(folder: Path, rounds: int, count: int) -> list[Row]:
             clock("put: disk behind", lambda blocks=blocks: _whole(behind.put(blocks), (count, 0)), behind_pid)
             _await_disk(behind)
             rates["put: disk behind, until it is there"].append(size / (time.perf_counter() - began) / 1e6)
-            clock("put: memory full, at the disk's pace", lambda blocks=blocks: _whole(small.put(blocks), (count, 0)), small_pid)
+            clock(
+                "put: memory full, at the disk's pace", lambda blocks=blocks: _whole(small.put(blocks), (count, 0)), small_pid
+            )
             _await_disk(small)
             request = pb.GetRequest(keys=[pb.BlockKey()] * count)
             clock("get: bare stream", lambda request=request: sum(len(m.parts[0].data) for m in stub.Get(request)))

@@ -133,10 +133,8 @@ class KvServicer(pb_grpc.KvServiceServicer):
         """Takes blocks until the stream ends; a stream that breaks leaves the blocks that were complete."""
         tag = self._tag(context)
         with self._transfer(context, names.KV_PUT):
-            vault = self.vault
-            with Intake(
-                vault, lambda key, size: vault.reserve(tag, key, size, TRANSFER_LIMIT_S), self._config.max_block_bytes
-            ) as intake:
+            vault, most = self.vault, self._config.max_block_bytes
+            with vault.receiving(), Intake(vault, lambda *block: vault.reserve(tag, *block, TRANSFER_LIMIT_S), most) as intake:
                 for message in request:
                     if message.HasField("origin"):
                         intake.origin = operators.remember(vault, message.origin)

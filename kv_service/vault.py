@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,9 +27,9 @@ PATIENCE_S = 5.0
 """How long a writer waits for room that others are about to give."""
 WRITE_BYTES = 32 << 20
 """Most bytes of blocks in one transaction, unless a single block has more."""
-PAUSE_S, LATEST_S = 0.05, 1.0
-"""Blocks are written once none has come for PAUSE_S, because writing competes with what comes in for cores and for memory's
-bandwidth; but at the latest LATEST_S after there was something to write, or when memory is needed."""
+LATEST_S = 1.0
+"""While a Put stream is open, writing waits, because it would compete with what comes in for cores and memory; but no longer than
+this, and not when memory is needed."""
 
 
 @dataclass(slots=True)
@@ -64,8 +65,8 @@ class Vault:
         self.labels = Labels()
         self._changed = threading.Condition()
         self._closing = False
-        self._came = 0.0  # when the last block did, monotonic seconds
-        self._short = 0  # writers that wait for room
+        self._streams = 0  # open Put streams
+        self._short = 0  # of these, how many wait for room
         self._writer: threading.Thread | None = None
         if disk is not None:
             self._load(disk)
@@ -94,6 +95,18 @@ class Vault:
 
     # ---- blocks in ----
 
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Around a Put stream."""
+        with self._changed:
+            self._streams += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._streams -= 1
+                self._changed.notify_all()
+
     def reserve(self, tag: bytes, key: Key, size: int, limit_s: float) -> Reservation | Outcome:
         """Room for a block that is to be whole within `limit_s`; waits for it where it is about to be given."""
         until = time.monotonic() + PATIENCE_S
@@ -116,7 +129,7 @@ class Vault:
         with self._changed:
             outcome = self.store.commit(place, checksum, origin)
             if outcome is Outcome.STORED:
-                self._bytes[place.entry.name], self._came = pieces, time.monotonic()
+                self._bytes[place.entry.name] = pieces
             self._settle()
             self._changed.notify_all()
         return outcome
@@ -269,13 +282,11 @@ class Vault:
                 self._changed.notify_all()
 
     def _await_pause(self) -> None:
-        """Until what waits to be written should be; see PAUSE_S. Deletions that somebody may wait for are not put off."""
-        latest, room = time.monotonic() + LATEST_S, self.store.room
-        while not (self._closing or self._short or room.pressed or room.doomed):
-            until = min(self._came + PAUSE_S, latest) - time.monotonic()
-            if until <= 0:
-                return
-            self._changed.wait(until)
+        """Until what waits to be written should be; see LATEST_S. Deletions are not put off: somebody may wait for the room."""
+        room = self.store.room
+        self._changed.wait_for(
+            lambda: not self._streams or self._closing or self._short or room.pressed or room.doomed, LATEST_S
+        )
 
     def _write(self, disk: Disk, doomed: list[Entry], pairs: Sequence[tuple[Entry, Pieces]]) -> bool:
         """Whether the blocks are on disk now. What is to be deleted is, unless the disk fails altogether."""
