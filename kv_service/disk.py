@@ -19,7 +19,7 @@ import logging
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,10 @@ _DAMAGED = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, l
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SLACK = 64 << 20
 """What LMDB may take beyond the blocks' budget and a quarter of it: rows, its trees, and pages between two transactions."""
+
+
+Labelled = tuple[Iterable[tuple[bytes, str]], Iterable[tuple[bytes, bytes]]]
+"""Names of tenants by tag, and descriptions by id."""
 
 
 class DiskError(ForefetchError):
@@ -165,6 +169,25 @@ class Disk:
             for origin, text in origins:
                 txn.put(origin, text, db=self._origins)
             txn.put(b"sequence", self._sequence.to_bytes(8, "little"), db=self._meta)
+
+    def bring(
+        self, delete: list[bytes], put: Sequence[tuple[Entry, Pieces]], labels: Labelled, clear: Callable[[], list[bytes]]
+    ) -> str:
+        """`write` that makes room when the disk is full: `clear` gives names to delete, `delete` among them. Returns the counter
+        of what went wrong; "": the blocks are there."""
+        try:
+            try:
+                self.write(delete, put, *labels)
+            except DiskError as error:
+                if not error.full:
+                    raise
+                self.write(clear())
+                self.write()  # LMDB gives pages out again in the transaction after the next
+                self.write((), put, *labels)
+        except DiskError as error:
+            _log.error("%d blocks are not on disk: %s", len(put), error)
+            return "disk_full" if error.full else "write_errors"
+        return ""
 
     def _row(self, entry: Entry) -> bytes:
         self._sequence += 1

@@ -147,6 +147,8 @@ class Intake:
             keeper = self._keeper
             outcome = keeper.commit(outcome, block.pieces, checksum, self.origin) if checksum else keeper.abort(outcome)
         if outcome is Outcome.CONFLICT:
-            _log.warning("a block was put whose key holds other bytes; those stay. Once in a while that is rounding in another batch")
+            _log.warning(
+                "a block was put whose key holds other bytes; those stay. Once in a while that is rounding in another batch"
+            )
         self.stored += outcome.good
         self.refused += not outcome.good

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,7 +135,8 @@ class KvServicer(pb_grpc.KvServiceServicer):
         tag = self._tag(context)
         with self._transfer(context, names.KV_PUT):
             vault, most = self.vault, self._config.max_block_bytes
-            with vault.receiving(), Intake(vault, lambda *block: vault.reserve(tag, *block, TRANSFER_LIMIT_S), most) as intake:
+            reserve = partial(vault.reserve, tag, limit_s=TRANSFER_LIMIT_S)
+            with vault.receiving(), Intake(vault, reserve, most) as intake:
                 for message in request:
                     if message.HasField("origin"):
                         intake.origin = operators.remember(vault, message.origin)

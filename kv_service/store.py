@@ -60,6 +60,19 @@ class Counters:
     duplicates: int = 0
 
 
+@dataclass(slots=True)
+class Faults:
+    """What went wrong with bytes since start; the meanings are those of GetStats."""
+
+    disk_reads: int = 0
+    corrupt: int = 0
+    short_reads: int = 0
+    read_errors: int = 0
+    disk_full: int = 0
+    write_errors: int = 0
+    damaged_at_start: int = 0
+
+
 def pack(token_ids: Sequence[int]) -> bytes:
     """Token ids as an Entry has them."""
     packed = array("I", token_ids)

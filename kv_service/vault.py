@@ -18,7 +18,7 @@ from kv_service.disk import Disk, DiskError
 from kv_service.keys import Key
 from kv_service.labels import Labels
 from kv_service.parts import Pieces, checksum_of
-from kv_service.store import Outcome, Reservation, Store
+from kv_service.store import Faults, Outcome, Reservation, Store
 from kv_service.store_order import Entry
 from kv_service.store_room import Limits
 
@@ -28,21 +28,8 @@ PATIENCE_S = 5.0
 WRITE_BYTES = 32 << 20
 """Most bytes of blocks in one transaction, unless a single block has more."""
 LATEST_S = 1.0
-"""While a Put stream is open, writing waits, because it would compete with what comes in for cores and memory; but no longer than
-this, and not when memory is needed."""
-
-
-@dataclass(slots=True)
-class Faults:
-    """Since start; the meanings are those of GetStats."""
-
-    disk_reads: int = 0
-    corrupt: int = 0
-    short_reads: int = 0
-    read_errors: int = 0
-    disk_full: int = 0
-    write_errors: int = 0
-    damaged_at_start: int = 0
+"""While a Put stream is open, writing waits, because it would compete with what comes in for cores and memory; but no longer
+than this, and not when memory is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,27 +278,17 @@ class Vault:
     def _write(self, disk: Disk, doomed: list[Entry], pairs: Sequence[tuple[Entry, Pieces]]) -> bool:
         """Whether the blocks are on disk now. What is to be deleted is, unless the disk fails altogether."""
         labels = self.labels.behind([entry for entry, _ in pairs])
-        try:
-            try:
-                disk.write([entry.name for entry in doomed], pairs, *labels)
-            except DiskError as error:
-                if not error.full:
-                    raise
-                self._clear(disk, doomed, sum(entry.size for entry, _ in pairs))
-                disk.write((), pairs, *labels)
-        except DiskError as error:
-            _log.error("%d blocks are not on disk: %s", len(pairs), error)
-            fault = "disk_full" if error.full else "write_errors"
+        names = [entry.name for entry in doomed]
+        fault = disk.bring(names, pairs, labels, lambda: self._clear(doomed, sum(entry.size for entry, _ in pairs)))
+        if fault:
             with self._changed:
                 setattr(self.faults, fault, getattr(self.faults, fault) + len(pairs))
-            return False
-        return True
+        return not fault
 
-    def _clear(self, disk: Disk, doomed: list[Entry], nbytes: int) -> None:
-        """Makes room on a disk that is full before its budget is: LMDB needs runs of free pages."""
+    def _clear(self, doomed: list[Entry], nbytes: int) -> list[bytes]:
+        """The disk is full before its budget is, because LMDB needs runs of free pages. All that goes now, by name."""
         with self._changed:
             self.store.room.shrink(2 * nbytes)
             doomed += self.store.room.take_doomed()
             self._settle()
-        disk.write([entry.name for entry in doomed])
-        disk.write()  # LMDB gives pages out again in the transaction after the next
+        return [entry.name for entry in doomed]

@@ -6,110 +6,27 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lmdb
 import pytest
 from kv_calls import running
 
-from forefetch.errors import ConfigError
 from forefetch.process import Process
 from forefetch.settings import child_environment
-from kv_service import disk as disk_module
 from kv_service.client import KvClient, SessionRecord
-from kv_service.config import KvConfig
-from kv_service.disk import Disk, DiskError, take_lock
+from kv_service.disk import Disk, DiskError
 from kv_service.keys import Key, chain
 from kv_service.parts import checksum_of
-from kv_service.session_log import SessionLogs
 from kv_service.store import Outcome, Reservation
 from kv_service.store_room import Limits
 from kv_service.vault import Vault
 
 if TYPE_CHECKING:
     from kv_calls import Kv
-
-MIB = 1 << 20
-ROOT = bytes(32)
-
-
-def config(folder: Path, **changes: Any) -> KvConfig:
-    return KvConfig(dir=str(folder), budget_mb=8, max_block_mb=2, disk_gb=0.1, **changes)
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    limit = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-
-
-def fill(folder: Path, tokens: tuple[int, ...] = (1, 2, 3), size: int = 5000) -> list[tuple[Key, bytes]]:
-    """A service that held a chain and has ended."""
-    with running(config(folder)) as kv:
-        keys = kv.keys(*tokens)
-        assert kv.put(keys, size) == (len(keys), 0)
-        return [(key, kv.block(key, size)) for key in keys]
-
-
-def flip(folder: Path, pattern: bytes, at: int = 0) -> None:
-    """Flips a bit where `pattern` lies in LMDB's file."""
-    file = folder / "data.mdb"
-    data = bytearray(file.read_bytes())
-    place = data.index(pattern) + at
-    data[place] ^= 1
-    file.write_bytes(data)
-
-
-# Restart
-
-
-def test_a_restart_finds_everything_and_reads_it_from_disk(tmp_path: Path) -> None:
-    held = fill(tmp_path)
-    with running(config(tmp_path)) as kv:
-        keys, blocks = [key for key, _ in held], [block for _, block in held]
-        stats = kv.client.stats()
-        assert (stats.blocks, stats.disk_blocks, stats.memory_blocks, stats.disk_reads) == (3, 3, 0, 0)
-        assert kv.client.look_up(keys) == 3
-        assert kv.client.get(keys) == blocks
-        assert kv.client.stats().disk_reads == 3
-        assert kv.client.get(keys) == blocks
-        assert kv.client.stats().disk_reads == 3  # they stayed in memory
-        assert kv.put(keys, 5000) == (3, 0)
-        assert kv.client.stats().duplicates == 3
-
-
-def test_memory_smaller_than_what_is_held(tmp_path: Path) -> None:
-    """Blocks come from disk when memory held others meanwhile; writers wait for the disk instead of being refused."""
-    with running(config(tmp_path)) as kv:
-        keys = kv.keys(*range(20))
-        assert kv.put(keys, MIB) == (20, 0)
-        assert kv.client.get(keys) == [kv.block(key, MIB) for key in keys]
-        stats = kv.client.stats()
-        assert (stats.blocks, stats.no_room, stats.evicted) == (20, 0, 0)
-        assert stats.memory_bytes <= stats.memory_budget_bytes == 8 * MIB
-        assert stats.disk_reads > 0
-
-
-def test_a_smaller_budget_after_a_restart(tmp_path: Path) -> None:
-    fill(tmp_path, tuple(range(30)), MIB)
-    with running(config(tmp_path, tenant_share=1.0).__class__(dir=str(tmp_path), disk_gb=0.0101, max_block_mb=2)) as kv:
-        keys = kv.keys(*range(30))
-        until(lambda: kv.client.stats().disk_blocks <= 10)
-        held = kv.client.look_up(keys)
-        assert 5 <= held <= 10
-        assert kv.client.get(keys) == [kv.block(key, MIB) for key in keys[:held]]
-
-
-def test_one_service_per_folder(tmp_path: Path) -> None:
-    lock = take_lock(tmp_path)
-    with pytest.raises(ConfigError, match="another KV service uses it"):
-        take_lock(tmp_path)
-    lock.close()
-    take_lock(tmp_path).close()
-
+from disk_calls import MIB, ROOT, config, fill, flip, until
 
 # Damage on disk
 
@@ -300,75 +217,3 @@ def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     vault.reserve(tag, a, 10, 60.0)
     assert vault.reserve(tag, b, 10, 60.0) is Outcome.BUSY
     assert vault.stats()["no_room"] == 1
-
-
-# Session logs
-
-
-def test_sessions_outlive_the_service(tmp_path: Path) -> None:
-    with running(config(tmp_path)) as kv:
-        kv.client.get_session("s", claim=True)
-        kv.client.append_session("s", 1, SessionRecord(0, (1, 2, 3), state=b"seed", first_block=0, block_digests=(ROOT,)))
-        kv.client.append_session("s", 1, SessionRecord(3, (4,), tail=b"kv", tail_position=3))
-        kv.client.get_session("s", claim=True)
-        before = kv.client.get_session("s")
-    with running(config(tmp_path)) as kv:
-        assert kv.client.get_session("s") == before
-        assert before is not None
-        assert (before.epoch, before.token_ids, before.state, before.tail) == (2, (1, 2, 3, 4), b"seed", b"kv")
-        (ack,) = kv.client.append_sessions([("s", 1, SessionRecord(4, (5,)))])
-        assert ack.verdict.name == "STALE_EPOCH"
-        assert kv.client.stats().stale_epochs == 1
-
-
-def test_a_long_log_is_replaced_by_what_it_adds_up_to(tmp_path: Path) -> None:
-    with running(config(tmp_path)) as kv:
-        for at in range(600):
-            kv.client.append_session("s", 1, SessionRecord(at, (at,), tail=bytes(300), tail_position=at))
-        stats = kv.client.stats()
-        assert stats.session_bytes < 4 * (600 * 4 + 400) + (64 << 10) + 1000  # 600 rows would be 340,000
-    with running(config(tmp_path)) as kv:
-        state = kv.client.get_session("s")
-        assert state is not None
-        assert (state.token_ids, len(state.tail), state.tail_position) == (tuple(range(600)), 300, 599)
-        assert kv.client.stats().session_bytes == stats.session_bytes
-
-
-def test_a_damaged_session_is_dropped_whole(tmp_path: Path) -> None:
-    with running(config(tmp_path)) as kv:
-        for name in ("good", "bad"):
-            kv.client.append_session(name, 1, SessionRecord(0, (1,), state=f"state of {name}".encode()))
-            kv.client.append_session(name, 1, SessionRecord(1, (2,)))
-    flip(tmp_path / "sessions", b"state of bad")
-    with running(config(tmp_path)) as kv:
-        assert kv.client.get_session("bad") is None
-        good = kv.client.get_session("good")
-        assert good is not None
-        assert good.token_ids == (1, 2)
-        assert kv.client.stats().damaged_at_start == 1
-
-
-def test_sessions_that_are_idle_or_in_the_way_are_dropped() -> None:
-    from forefetch.v1 import kv_pb2 as pb
-
-    now = [0.0]
-    logs = SessionLogs(4000, 100.0, clock=lambda: now[0])
-
-    def append(name: str, size: int) -> str:
-        record = pb.SessionRecord(session_id=name, epoch=1, state=bytes(size))
-        return logs.append(bytes(16), [record])[0][0].name
-
-    assert [append(name, 900) for name in "abc"] == ["APPENDED"] * 3
-    assert append("d", 900) == "APPENDED"
-    assert (len(logs), logs.counters.sessions_dropped) == (3, 1)
-    assert append("e", 1001) == "NO_ROOM"
-    now[0] = 200.0
-    assert append("f", 1) == "APPENDED"
-    assert len(logs) == 1
-
-
-def test_the_row_format_is_versioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(tmp_path)
-    monkeypatch.setattr(disk_module, "_VERSION", 2)
-    with running(config(tmp_path)) as kv:
-        assert (kv.client.stats().damaged_at_start, kv.client.stats().blocks) == (3, 0)

@@ -1,0 +1,78 @@
+"""Logs of sessions on disk and in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kv_calls import running
+
+from kv_service.client import SessionRecord
+from kv_service.session_log import SessionLogs
+
+if TYPE_CHECKING:
+    pass
+
+from disk_calls import ROOT, config, flip
+
+
+def test_sessions_outlive_the_service(tmp_path: Path) -> None:
+    with running(config(tmp_path)) as kv:
+        kv.client.get_session("s", claim=True)
+        kv.client.append_session("s", 1, SessionRecord(0, (1, 2, 3), state=b"seed", first_block=0, block_digests=(ROOT,)))
+        kv.client.append_session("s", 1, SessionRecord(3, (4,), tail=b"kv", tail_position=3))
+        kv.client.get_session("s", claim=True)
+        before = kv.client.get_session("s")
+    with running(config(tmp_path)) as kv:
+        assert kv.client.get_session("s") == before
+        assert before is not None
+        assert (before.epoch, before.token_ids, before.state, before.tail) == (2, (1, 2, 3, 4), b"seed", b"kv")
+        (ack,) = kv.client.append_sessions([("s", 1, SessionRecord(4, (5,)))])
+        assert ack.verdict.name == "STALE_EPOCH"
+        assert kv.client.stats().stale_epochs == 1
+
+
+def test_a_long_log_is_replaced_by_what_it_adds_up_to(tmp_path: Path) -> None:
+    with running(config(tmp_path)) as kv:
+        for at in range(600):
+            kv.client.append_session("s", 1, SessionRecord(at, (at,), tail=bytes(300), tail_position=at))
+        stats = kv.client.stats()
+        assert stats.session_bytes < 4 * (600 * 4 + 400) + (64 << 10) + 1000  # 600 rows would be 340,000
+    with running(config(tmp_path)) as kv:
+        state = kv.client.get_session("s")
+        assert state is not None
+        assert (state.token_ids, len(state.tail), state.tail_position) == (tuple(range(600)), 300, 599)
+        assert kv.client.stats().session_bytes == stats.session_bytes
+
+
+def test_a_damaged_session_is_dropped_whole(tmp_path: Path) -> None:
+    with running(config(tmp_path)) as kv:
+        for name in ("good", "bad"):
+            kv.client.append_session(name, 1, SessionRecord(0, (1,), state=f"state of {name}".encode()))
+            kv.client.append_session(name, 1, SessionRecord(1, (2,)))
+    flip(tmp_path / "sessions", b"state of bad")
+    with running(config(tmp_path)) as kv:
+        assert kv.client.get_session("bad") is None
+        good = kv.client.get_session("good")
+        assert good is not None
+        assert good.token_ids == (1, 2)
+        assert kv.client.stats().damaged_at_start == 1
+
+
+def test_sessions_that_are_idle_or_in_the_way_are_dropped() -> None:
+    from forefetch.v1 import kv_pb2 as pb
+
+    now = [0.0]
+    logs = SessionLogs(4000, 100.0, clock=lambda: now[0])
+
+    def append(name: str, size: int) -> str:
+        record = pb.SessionRecord(session_id=name, epoch=1, state=bytes(size))
+        return logs.append(bytes(16), [record])[0][0].name
+
+    assert [append(name, 900) for name in "abc"] == ["APPENDED"] * 3
+    assert append("d", 900) == "APPENDED"
+    assert (len(logs), logs.counters.sessions_dropped) == (3, 1)
+    assert append("e", 1001) == "NO_ROOM"
+    now[0] = 200.0
+    assert append("f", 1) == "APPENDED"
+    assert len(logs) == 1

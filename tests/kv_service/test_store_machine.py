@@ -1,0 +1,302 @@
+"""The store as a whole: against a naive model, and with a disk that may fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from store_calls import KIB, ME, YOU, line, sum_of
+
+from kv_service.keys import Key
+from kv_service.store import Outcome, Reservation, Store
+from kv_service.store_order import ATTENTION_TOKENS, Entry, State
+from kv_service.store_room import HIGH, LOW, Limits
+
+# Budgets leave a little beyond whole blocks, so that the low watermark takes one block and not two.
+
+PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
+SIZES = st.integers(1, 40)
+TAGS = st.sampled_from([ME, YOU])
+
+
+@dataclass(eq=False)
+class Plain:
+    """A block of the naive model."""
+
+    tag: bytes
+    key: Key
+    size: int
+    until: float
+    sealed: bool = False
+    leases: int = 0
+    rank: float = 0.0
+    used: int = 0
+
+    @property
+    def worth(self) -> float:
+        return len(self.key.token_ids) * (1 + self.key.position / ATTENTION_TOKENS) / self.size
+
+
+@dataclass
+class Naive:
+    """The rules said once more, without any thought of speed: memory only."""
+
+    budget: int
+    share: int
+    blocks: list[Plain] = field(default_factory=list)
+    clock: float = 0.0
+    ticks: int = 0
+
+    def find(self, tag: bytes, digest: bytes) -> Plain | None:
+        return next((block for block in self.blocks if (block.tag, block.key.digest) == (tag, digest)), None)
+
+    def used_by(self, tag: bytes | None) -> int:
+        return sum(block.size for block in self.blocks if tag in (None, block.tag))
+
+    def touch(self, blocks: list[Plain]) -> None:
+        rank = 0.0
+        for block in reversed(blocks):
+            self.ticks += 1
+            rank = max(rank, block.rank, self.clock + block.worth)
+            block.rank, block.used = rank, self.ticks
+
+    def may_go(self, block: Plain, coming: tuple[bytes, bytes]) -> bool:
+        parents = {(other.tag, other.key.parent) for other in self.blocks} | {coming}
+        return block.sealed and not block.leases and (block.tag, block.key.digest) not in parents
+
+    def make_room(self, tag: bytes, key: Key, size: int) -> bool:
+        for whose, budget in ((tag, self.share), (None, self.budget)):
+            if self.used_by(whose) + size > budget * HIGH:
+                while self.used_by(whose) > budget * LOW - size:
+                    candidates = [b for b in self.blocks if whose in (None, b.tag) and self.may_go(b, (tag, key.parent))]
+                    if not candidates:
+                        break
+                    victim = min(candidates, key=lambda block: (block.rank, block.used))
+                    self.clock = max(self.clock, victim.rank)
+                    self.blocks.remove(victim)
+            if self.used_by(whose) + size > budget:
+                return False
+        return True
+
+
+class StoreMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.store, self.naive = Store(Limits(100, tenant=70)), Naive(100, 70)
+        self.now = 0.0
+        self.open: list[tuple[Reservation, Plain | None, Key]] = []
+        self.leased: list[tuple[Entry, Plain]] = []
+
+    @rule(path=PATHS, size=SIZES, tag=TAGS)
+    def put(self, path: list[int], size: int, tag: bytes) -> None:
+        """A chain in one go, as routers put it."""
+        for key in line(*path):
+            opened = len(self.open)
+            self.begin_one(key, size, tag)
+            if len(self.open) > opened:
+                self.finish_one(*self.open.pop(), right=True)
+
+    @rule(path=PATHS, size=SIZES, tag=TAGS)
+    def begin(self, path: list[int], size: int, tag: bytes) -> None:
+        """Perhaps without what comes before."""
+        self.begin_one(line(*path)[-1], size, tag)
+
+    def begin_one(self, key: Key, size: int, tag: bytes) -> None:
+        place = self.store.reserve(tag, key, size, self.now + 10, self.now)
+        known = self.naive.find(tag, key.digest)
+        if known is not None and (known.sealed or self.now < known.until):
+            assert isinstance(place, Reservation)
+            assert not place.kept
+            self.open.append((place, None, key))
+            return
+        if known is not None:
+            self.naive.blocks.remove(known)
+        if not self.naive.make_room(tag, key, size):
+            assert place in (Outcome.NO_ROOM, Outcome.BUSY)
+            return
+        assert isinstance(place, Reservation)
+        assert place.kept
+        block = Plain(tag, key, size, self.now + 10)
+        self.naive.blocks.append(block)
+        self.open.append((place, block, key))
+
+    @precondition(lambda self: self.open)
+    @rule(pick=st.randoms(use_true_random=False), right=st.booleans())
+    def finish(self, pick: Any, right: bool) -> None:
+        self.finish_one(*self.open.pop(pick.randrange(len(self.open))), right=right)
+
+    def finish_one(self, place: Reservation, block: Plain | None, key: Key, *, right: bool) -> None:
+        outcome = self.store.commit(place, sum_of(key) if right or block else bytes(16))
+        if block is not None:
+            there = block in self.naive.blocks
+            assert outcome is (Outcome.STORED if there else Outcome.STALE)
+            if there:
+                block.sealed = True
+                self.naive.touch([block])
+            return
+        known = self.naive.find(place.entry.tag, key.digest)
+        if known is None or not known.sealed:
+            assert outcome is Outcome.STALE
+        else:
+            assert outcome is (Outcome.HELD if right else Outcome.CONFLICT)
+            if right:
+                self.naive.touch([known])
+
+    @precondition(lambda self: self.open)
+    @rule()
+    def abort(self) -> None:
+        place, block, _ = self.open.pop()
+        assert self.store.abort(place) is Outcome.BROKEN
+        if block in self.naive.blocks:
+            self.naive.blocks.remove(block)
+
+    @rule(seconds=st.integers(1, 6))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+
+    @rule(path=PATHS, tag=TAGS)
+    def lease(self, path: list[int], tag: bytes) -> None:
+        key = line(*path)[-1]
+        entry, block = self.store.lease(tag, key), self.naive.find(tag, key.digest)
+        assert (entry is not None) == (block is not None and block.sealed)
+        if entry and block:
+            assert entry.checksum == sum_of(key)
+            block.leases += 1
+            self.naive.touch([block])
+            self.leased.append((entry, block))
+
+    @precondition(lambda self: self.leased)
+    @rule(pick=st.randoms(use_true_random=False), damaged=st.booleans())
+    def release(self, pick: Any, damaged: bool) -> None:
+        entry, block = self.leased.pop(pick.randrange(len(self.leased)))
+        if damaged:
+            self.store.quarantine(entry)
+            if block in self.naive.blocks:
+                self.naive.blocks.remove(block)
+        self.store.release(entry)
+        block.leases -= 1
+
+    @rule(path=PATHS, tag=TAGS)
+    def look_up(self, path: list[int], tag: bytes) -> None:
+        found: list[Plain] = []
+        for key in line(*path):
+            block = self.naive.find(tag, key.digest)
+            if block is None or not block.sealed:
+                break
+            found.append(block)
+        assert self.store.look_up(tag, [key.digest for key in line(*path)]) == len(found)
+        self.naive.touch(found)
+
+    @invariant()
+    def agrees(self) -> None:
+        sealed = [block for block in self.naive.blocks if block.sealed]
+        assert {entry.name for entry in self.store} == {block.tag + block.key.digest for block in sealed}
+        assert (self.store.blocks, self.store.bytes) == (len(sealed), sum(block.size for block in sealed))
+        assert self.store.room.memory == self.store.room.home == self.naive.used_by(None) <= 100
+        assert max(self.naive.used_by(ME), self.naive.used_by(YOU)) <= 70
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class TieredMachine(RuleBasedStateMachine):
+    """With a disk that may fail: what is held can be had, nothing in use goes, and every byte is accounted for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = Store(Limits(100, disk=8 * KIB, tenant=6 * KIB))
+        self.memory: set[bytes] = set()
+        self.disk: dict[bytes, Entry] = {}
+        self.batch: list[Entry] = []
+        self.doomed: list[Entry] = []
+        self.leased: list[Entry] = []
+
+    def settle(self) -> None:
+        for name in self.store.room.dropped:
+            self.memory.discard(name)
+        self.store.room.dropped.clear()
+
+    @rule(path=PATHS, size=SIZES, tag=TAGS, right=st.booleans())
+    def put(self, path: list[int], size: int, tag: bytes, right: bool) -> None:
+        for key in line(*path):
+            place = self.store.reserve(tag, key, size, 1.0, 0.0)
+            self.settle()
+            if isinstance(place, Outcome):
+                return
+            outcome = self.store.commit(place, sum_of(key)) if right else self.store.abort(place)
+            if outcome is Outcome.STORED:
+                self.memory.add(tag + key.digest)
+
+    @precondition(lambda self: not self.batch and not self.doomed)
+    @rule(most=st.integers(1, 100))
+    def begin_writing(self, most: int) -> None:
+        self.doomed, self.batch = self.store.room.take_doomed(), self.store.room.take_dirty(most)
+
+    @precondition(lambda self: self.batch or self.doomed)
+    @rule(works=st.booleans())
+    def end_writing(self, works: bool) -> None:
+        for entry in self.doomed:
+            assert self.disk.pop(entry.name) is entry
+        live = [entry for entry in self.batch if entry.in_memory]
+        for entry in live if works else ():
+            assert entry.name not in self.disk
+            self.disk[entry.name] = entry
+        self.store.room.deleted(self.doomed)
+        self.store.room.written(live, on_disk=works)
+        self.store.room.written([entry for entry in self.batch if entry not in live], on_disk=False)
+        self.settle()
+        self.batch, self.doomed = [], []
+
+    @rule(path=PATHS, tag=TAGS)
+    def lease(self, path: list[int], tag: bytes) -> None:
+        entry = self.store.lease(tag, line(*path)[-1])
+        if entry:
+            self.leased.append(entry)
+            if not entry.in_memory and self.store.room.warm(entry):
+                self.settle()
+                self.memory.add(entry.name)
+
+    @precondition(lambda self: self.leased)
+    @rule(pick=st.randoms(use_true_random=False), damaged=st.booleans())
+    def release(self, pick: Any, damaged: bool) -> None:
+        entry = self.leased.pop(pick.randrange(len(self.leased)))
+        if damaged:
+            self.store.quarantine(entry)
+            self.settle()
+        self.store.release(entry)
+
+    @rule(nbytes=st.integers(1, 3 * KIB))
+    def shrink(self, nbytes: int) -> None:
+        self.store.room.shrink(nbytes)
+        self.settle()
+
+    @invariant()
+    def what_is_held_can_be_had(self) -> None:
+        for entry in self.store:
+            assert entry.in_memory == (entry.name in self.memory)
+            assert entry.on_disk == (self.disk.get(entry.name) is entry)
+            assert entry.in_memory or entry.on_disk
+            assert not entry.dirty or entry.in_memory
+
+    @invariant()
+    def what_is_in_use_is_still_there(self) -> None:
+        for entry in self.leased:
+            assert entry.state is State.SEALED or not entry.on_disk or self.disk.get(entry.name) is entry
+
+    @invariant()
+    def bytes_are_accounted_for(self) -> None:
+        room = self.store.room
+        assert room.memory == sum(entry.size for entry in self.store if entry.in_memory) <= 100
+        assert room.home <= 8 * KIB
+        assert room.on_disk == len(self.disk)
+        assert len(self.disk) * KIB <= room.home
+        if not (self.batch or self.doomed or room.doomed or room.dirty or self.leased):
+            assert room.home == KIB * self.store.blocks
+
+
+TestTieredMachine = TieredMachine.TestCase
+TestTieredMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

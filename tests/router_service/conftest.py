@@ -1,0 +1,48 @@
+"""Rigs of routers' KV side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from kv_rigs import Engine, Rig
+
+from router_service import lane
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(lane, "BACKOFF_S", (0.02, 0.1))
+
+
+@pytest.fixture
+def start(quick: None) -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def build(address: str, **how: Any) -> Engine:
+        engines.append(Engine(address, **how))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.gate.set()
+        engine.handover.close(timeout_s=0.5)
+        engine.replicas.close()
+        assert not engine.lane._copier.is_alive()
+        assert not engine.lane._sender.is_alive()
+
+
+@pytest.fixture
+def make(quick: None) -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def build(addresses: list[str], digest: str = "", **how: Any) -> Rig:
+        rigs.append(Rig(addresses, digest or os.urandom(8).hex(), **how))
+        return rigs[-1]
+
+    yield build
+    for rig in rigs:
+        rig.close()

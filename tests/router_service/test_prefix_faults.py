@@ -1,0 +1,121 @@
+"""Prefixes from a KV service that lies, is slow or away: each a miss with its reason."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+import xxhash
+from kv_rigs import PAGE, Rig, page_of, tokens
+
+from forefetch import rpc
+from forefetch.errors import Unavailable
+from forefetch.v1 import kv_pb2 as pb
+from forefetch.v1 import kv_pb2_grpc as pb_grpc
+
+
+class Bad(pb_grpc.KvServiceServicer):
+    """Says that it holds everything, then does as `how` says."""
+
+    def __init__(self) -> None:
+        self.how = ""
+        self.release = threading.Event()
+        self.gets = self.look_ups = 0
+
+    @rpc.sync_handler
+    def Describe(self, request: Any, context: Any) -> pb.KvServiceDescribeResponse:
+        return pb.KvServiceDescribeResponse(instance_id="one")
+
+    @rpc.sync_handler
+    def LookUp(self, request: Any, context: Any) -> pb.LookUpResponse:
+        self.look_ups += 1
+        if self.how == "no look-up":
+            raise Unavailable("not now")
+        return pb.LookUpResponse(held=len(request.digests))
+
+    @rpc.sync_handler
+    def Put(self, request: Any, context: Any) -> pb.PutResponse:
+        return pb.PutResponse(stored=sum(part.last for message in request for part in message.parts))
+
+    @rpc.sync_handler
+    def Get(self, request: Any, context: Any) -> Iterator[pb.GetResponse]:
+        self.gets += 1
+        for index, _ in enumerate(request.keys):
+            data = page_of(tuple(tokens((index + 1) * PAGE)))
+            checksum = xxhash.xxh3_128_digest(data)
+            if index == 2:
+                if self.how == "slow":
+                    self.release.wait(5)
+                if self.how == "ends":
+                    return
+                if self.how == "breaks":
+                    raise Unavailable("gone")
+                if self.how == "flips":
+                    data = bytes([data[0] ^ 1]) + data[1:]
+                if self.how == "short":
+                    data = data[:-1]
+                if self.how == "another size":
+                    data, checksum = data[:-1], xxhash.xxh3_128_digest(data[:-1])
+                if self.how == "half":
+                    yield pb.GetResponse(parts=[pb.BlockPart(index=index, data=data[:10])])
+                    return
+            yield pb.GetResponse(parts=[pb.BlockPart(index=index, data=data, last=True, checksum=checksum)])
+
+
+@pytest.fixture
+def bad() -> Iterator[tuple[Bad, str]]:
+    servicer, server = Bad(), grpc.server(ThreadPoolExecutor(8))
+    pb_grpc.add_KvServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    servicer.release.set()
+    server.stop(None).wait()
+
+
+@pytest.mark.parametrize(
+    ("how", "blocks", "reason"),
+    [
+        ("", 5, ""),
+        ("no look-up", 0, "unavailable"),
+        ("slow", 0, "late"),
+        ("ends", 2, "broken"),
+        ("breaks", 2, "broken"),
+        ("flips", 2, "broken"),
+        ("short", 2, "broken"),
+        ("half", 2, "broken"),
+        ("another size", 2, "mismatch"),
+    ],
+)
+def test_what_goes_wrong_is_a_miss(how: str, blocks: int, reason: str, bad: tuple[Bad, str], make: Callable[..., Rig]) -> None:
+    servicer, address = bad
+    servicer.how = how
+    rig = make([address], timeout_s=0.5 if how == "slow" else 5.0)
+    request = rig.admit(tokens(21))
+    assert rig.loaded(request) == (blocks if how != "slow" else request.cached // PAGE) * PAGE
+    assert request.cached < 21
+    assert dict(rig.kv.status().prefix_misses) == ({reason: 1} if reason else {})
+
+
+def test_a_service_that_is_away_is_not_waited_for(make: Callable[..., Rig], bad: tuple[Bad, str]) -> None:
+    rig = make(["127.0.0.1:9"], away=("127.0.0.1:9",))
+    started = time.monotonic()
+    assert rig.loaded(rig.admit(tokens(21))) == 0
+    assert time.monotonic() - started < 1.0
+    assert dict(rig.kv.status().prefix_misses) == {"unavailable": 1}
+
+
+def test_where_computing_is_faster_nothing_is_asked(make: Callable[..., Rig], bad: tuple[Bad, str]) -> None:
+    servicer, address = bad
+    rig = make([address])
+    assert rig.kv.prefix is not None
+    rig.kv.prefix.cost.prefill.add(1e9, 1.0)
+    rig.kv.prefix.cost.load.add(1.0, 1.0)
+    request = rig.admit(tokens(21))
+    assert not request.loading
+    assert (servicer.look_ups, rig.kv.status().prefix_skipped) == (0, 1)
