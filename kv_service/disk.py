@@ -173,8 +173,8 @@ class Disk:
     def bring(
         self, delete: list[bytes], put: Sequence[tuple[Entry, Pieces]], labels: Labelled, clear: Callable[[], list[bytes]]
     ) -> str:
-        """`write` that makes room when the disk is full: `clear` gives names to delete, `delete` among them. Returns the counter
-        of what went wrong; "": the blocks are there."""
+        """`write` that makes room when the disk is full: `clear` gives names to delete, `delete` among them. Returns the
+        counter of what went wrong; "": the blocks are there."""
         try:
             try:
                 self.write(delete, put, *labels)

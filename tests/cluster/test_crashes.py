@@ -2,8 +2,8 @@
 
 Each round kills one of two routers and the KV service (with a folder, and less disk than blocks) while streams with sessions
 run, greedy and seeded. Streams that broke off go on on the other router, the others must not notice. After the round every
-block that the service serves is compared with the K and V that transformers computes for the same tokens. The seed is fixed; the
-moment within a step is the machine's.
+block that the service serves is compared with the K and V that transformers computes for the same tokens. The seed is fixed;
+the moment within a step is the machine's.
 
     python -m pytest tests/cluster/test_crashes.py --crash-rounds 110 --timeout 3600 -s     the long form
 """
