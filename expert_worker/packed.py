@@ -76,6 +76,11 @@ class PackedExperts:
         """Nothing ever is."""
         return Copied()
 
+    @property
+    def fault(self) -> Tensor:
+        """int32 [1] on the device: not 0 when a call since the last `check` went wrong."""
+        return self._scratch.fault
+
     def check(self) -> None:
         """RuntimeError when a call since the last check went wrong on the device. Waits for it."""
         self._scratch.check()

@@ -108,7 +108,7 @@ def _vitals(engine: Engine, step_timeout_s: float) -> rpc.Vitals:
 
 
 def _recorder(config: RouterConfig, spec: ModelSpec, workers: Workers, registry: CollectorRegistry) -> Recorder:
-    ring = StepRing(config.trace_steps, spec.layers, len(workers.names))
+    ring = StepRing(max(2, config.trace_steps), spec.layers, len(workers.names))
     book = RequestBook(ring, config.trace_requests, workers.names)
     exporter = Exporter(config, names.SERVICE_ROUTER, book=book, model=spec.name)
     return Recorder(ring, book, model=spec.name, registry=registry, exporter=exporter)

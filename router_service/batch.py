@@ -7,7 +7,7 @@ written to the scratch page, sent to no worker.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -59,11 +59,30 @@ class StepBatch:
         """Decode rows and prompt rows, padding included."""
         return self.decodes, len(self.token_ids) - self.decodes
 
+    def without(self, rows: Collection[int]) -> StepBatch:
+        """What `Cache.commit` sees of the step without some of its decode rows."""
+        kept = [row for row in range(len(self.lengths)) if row not in rows]
+        lists = ([part[row] for row in kept] for part in (self.lengths, self.lanes, self.loaded))
+        lengths, lanes, loaded = lists
+        return replace(self, lengths=lengths, lanes=lanes, loaded=loaded, page_table=self.page_table[kept])
+
+
+@dataclass(frozen=True)
+class Staging:
+    """One set of host memory that steps are put together in. `rows` [6, T]: ids, positions, slots, rows that choose a token; rows
+    whose id is not known yet, and which of the last step's choices it will be. `paged`: lengths, lanes and loaded pages of all
+    decode rows, then their pages: one copy brings what changed of it."""
+
+    rows: torch.Tensor  # int64
+    paged: torch.Tensor  # int32, flat
+    chunks: torch.Tensor  # int32, flat: of fixed layouts
+
 
 class StepBuffers:
     """Static staging and device buffers. `buckets`: ascending row counts that steps are padded to; empty: no padding.
 
-    `paged`: decode rows' pages and lengths go to the device too, where idle rows of a padded step have length 0.
+    `paged`: decode rows' pages and lengths go to the device too, where idle rows of a padded step have length 0. Staging is
+    double: a step may be filled while the one before is still being copied; the device's buffers follow the stream.
     """
 
     def __init__(
@@ -76,25 +95,36 @@ class StepBuffers:
         device: torch.device,
         buckets: Sequence[int],
         paged: bool = False,
+        chunk_words: int = 0,
     ) -> None:
         self.page_size = page_size
         self.buckets = (*(b for b in buckets if b < max_tokens), max_tokens) if buckets else ()
         max_batch = self.max_batch = next((b for b in self.buckets if b >= max_batch), max_batch)  # as it is padded
         pinned = device.type == "cuda"
-        self._rows_host = torch.zeros((4, max_tokens), dtype=torch.int64, pin_memory=pinned)
+        paged_words = max_batch * (3 + max_pages) if paged else 0
+        self._stagings = [
+            Staging(
+                torch.zeros((6, max_tokens), dtype=torch.int64, pin_memory=pinned),
+                torch.zeros(paged_words, dtype=torch.int32, pin_memory=pinned),
+                torch.zeros(chunk_words, dtype=torch.int32, pin_memory=pinned),
+            )
+            for _ in range(2)
+        ]
+        self._staging = self._stagings[0]
         self._table = torch.zeros((max_batch, max_pages), dtype=torch.int64)
-        self._rows = self._rows_host if not pinned else torch.zeros_like(self._rows_host, device=device)
-        # Lengths, lanes and loaded pages of all rows, then their pages: one copy brings what changed of it.
-        self._paged_host = torch.zeros(max_batch * (3 + max_pages) if paged else 0, dtype=torch.int32, pin_memory=pinned)
-        self._paged = self._paged_host if not pinned else torch.zeros_like(self._paged_host, device=device)
+        self._rows, self._paged, self._chunks = (
+            torch.zeros_like(part, device=device) for part in vars(self._staging).values()
+        )
+        self.chosen = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        """What the last launched step chooses, in the order of its choices; `fill` reads it for ids that are owed."""
         self._tabled: list[tuple[int, ...]] = [()] * max_batch  # whose pages each row of the table holds
         self._stale = False  # the device's table is behind
 
     def fill(self, step: int, plan: Plan, trace: bytes = b"") -> StepBatch:
         """The plan as tensors; they are valid until the next fill."""
-        rows = self._rows_host.numpy()
-        self._place_decodes(plan)
-        at, prefills, logit_rows = len(plan.decodes), [], [row for row, chunk in enumerate(plan.decodes) if chunk.samples]
+        rows = self._turn()
+        owed = self._place_decodes(plan)
+        at, prefills, logit_rows = len(plan.decodes), [], list(range(len(plan.decodes)))
         for chunk in plan.prefills:
             end = at + chunk.count
             self._place(rows[:, at:end], chunk)
@@ -103,18 +133,23 @@ class StepBuffers:
                 logit_rows.append(end - 1)
             at = end
         padded = next((b for b in self.buckets if b >= at), at)
-        rows[:, at:padded] = 0
+        rows[:3, at:padded] = 0
         rows[2, at:padded] = SCRATCH * self.page_size
         rows[3, : len(logit_rows)] = logit_rows
-        batch = self._batch(step, plan, at, padded, tuple(prefills), len(logit_rows))
+        batch = self._batch(step, plan, at, padded, tuple(prefills), len(logit_rows), owed)
         if len(self._paged):
             batch = self._paged_rows(batch, len(batch.lengths) if prefills else padded)
         return replace(batch, trace=trace) if trace else batch
 
+    def _turn(self) -> np.ndarray:
+        """The other staging's rows."""
+        self._staging = self._stagings[self._staging is self._stagings[0]]
+        return self._staging.rows.numpy()
+
     def _paged_rows(self, batch: StepBatch, count: int) -> StepBatch:
         """The step with `count` decode rows, idle ones behind the real, whose places are read on the device."""
         real, width, fixed = len(batch.lengths), self._table.shape[1], 3 * self.max_batch
-        host = self._paged_host.numpy()
+        host = self._staging.paged.numpy()
         rows = host[:fixed].reshape(3, self.max_batch)
         rows[:, :real] = batch.lengths, batch.lanes, batch.loaded
         rows[:, real:count] = 0
@@ -122,40 +157,52 @@ class StepBuffers:
         if self._stale:
             self._stale, changed = False, len(host)
             host[fixed:] = self._table.numpy().ravel()
-        if self._paged is not self._paged_host:
-            self._paged[:changed].copy_(self._paged_host[:changed], non_blocking=True)
+        self._paged[:changed].copy_(self._staging.paged[:changed], non_blocking=True)
         placed = self._paged[:fixed].view(3, self.max_batch)[:, :count]
         table = self._paged[fixed : fixed + count * width].view(count, width)
         return replace(batch, decodes=count, paged=PagedPlan(table, placed[0]), held=placed[1:])
 
-    def _place_decodes(self, plan: Plan) -> None:
-        """Fills ids, positions and slots of the decode rows, and the table where a row has another request than before."""
+    def _place_decodes(self, plan: Plan) -> int:
+        """Fills ids, positions and slots of the decode rows, and the table where a row has another request than before. Returns
+        how many ids are only known to the device, or not even there yet."""
         size, decodes = self.page_size, plan.decodes
+        ids, owed = [], list[tuple[int, int]]()
         for row, chunk in enumerate(decodes):
-            pages = chunk.request.pages
+            request, pages = chunk.request, chunk.request.pages
             if self._tabled[row] is not pages:
                 self._table.numpy()[row, : len(pages)] = pages
                 self._tabled[row], self._stale = pages, True
+            if chunk.start < len(request.tokens):
+                ids.append(request.tokens[chunk.start])
+            else:
+                ids.append(0)
+                owed.append((row, request.source))
         starts = [chunk.start for chunk in decodes]
-        ids = [chunk.request.tokens[chunk.start] for chunk in decodes]
         slots = [chunk.request.pages[chunk.start // size] * size + chunk.start % size for chunk in decodes]
-        self._rows_host.numpy()[:3, : len(decodes)] = ids, starts, slots
+        rows = self._staging.rows.numpy()
+        rows[:3, : len(decodes)] = ids, starts, slots
+        if owed:
+            rows[4:, : len(owed)] = tuple(zip(*owed, strict=True))
+        return len(owed)
 
     def _place(self, rows: np.ndarray, chunk: Chunk) -> None:
         """Fills ids, positions and slots of a prompt's chunk."""
-        positions = np.arange(chunk.start, chunk.start + chunk.count)
-        rows[0], rows[1] = chunk.request.tokens[chunk.start : chunk.start + chunk.count], positions
+        positions = np.arange(chunk.start, chunk.end)
+        rows[0], rows[1] = chunk.request.tokens[chunk.start : chunk.end], positions
         pages = np.asarray(chunk.request.pages)
         rows[2] = pages[positions // self.page_size] * self.page_size + positions % self.page_size
 
     def _batch(
-        self, step: int, plan: Plan, tokens: int, padded: int, prefills: tuple[PrefillRows, ...], sampled: int
+        self, step: int, plan: Plan, tokens: int, padded: int, prefills: tuple[PrefillRows, ...], sampled: int, owed: int
     ) -> StepBatch:
+        """The staged rows on the device, `owed` ids taken from what the last step chose."""
         decodes = len(plan.decodes)
         lengths = [chunk.start + 1 for chunk in plan.decodes]
         width = -(-max(lengths, default=1) // self.page_size)
-        if self._rows is not self._rows_host:
-            self._rows.copy_(self._rows_host, non_blocking=True)
+        self._rows.copy_(self._staging.rows, non_blocking=True)
+        if owed:
+            to, source = self._rows[4:, :owed]
+            self._rows[0].index_copy_(0, to, self.chosen[source])
         return StepBatch(
             step=step,
             tokens=tokens,

@@ -9,6 +9,7 @@ through the trunk as it is written, with the same experts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -53,6 +54,8 @@ class CapturedTrunk:
     and every MARK_EVERY-th replays that one; the parts of other steps are the last ones scaled to their own time.
     """
 
+    ahead = True  # nothing of a step comes back to the host
+
     def __init__(self, trunk: Trunk, experts: Resident, buffers: LayoutBuffers, recorder: Recorder | None = None) -> None:
         self.trunk, self.cache = trunk, trunk.cache
         self._decoder, self._experts = Decoder(trunk, experts), DeviceExperts(experts)
@@ -60,7 +63,7 @@ class CapturedTrunk:
         self._record = recorder or CudaRecorder(trunk.embedding.device)
         self._steps: dict[tuple[int, int, bool], tuple[Replay, list[Tensor]]] = {}
         self._clock = LayerClock(trunk.spec.layers, trunk.embedding.device)
-        self._replayed = self._marked = False  # what the last forward was
+        self._ran = [_Ran(), _Ran()]  # by the last bit of a step's number: one may be launched before the other is timed
 
     def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Records every layout, the largest first, so that smaller ones fit the memory that it took."""
@@ -81,43 +84,60 @@ class CapturedTrunk:
 
     def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None = None) -> Tensor:
         """As Trunk.forward. Logits are valid until the next one. `experts` is not used: these are resident."""
-        self._marked = bool(batch.trace) or batch.step % MARK_EVERY == 0
+        marked = bool(batch.trace) or batch.step % MARK_EVERY == 0
         fits = batch.paged is not None and (batch.chunked is not None or not batch.prefills) and observer is None
         fits = fits and self.cache.recordable(batch)
-        found = self._steps.get((*batch.layout, self._marked)) if fits else None
-        self._replayed = found is not None
+        found = self._steps.get((*batch.layout, marked)) if fits else None
+        self._ran[batch.step % 2] = ran = _Ran(found is not None)
         if found is None:
             return self.trunk.forward(batch, self._experts, stamps, observer)
         replay, logits = found
         replay()
+        if marked:
+            ran.times = _to_host(self._clock.times)
+            ran.fault = _to_host(self._decoder.experts.fault)
         return logits[0][: batch.tokens] if batch.picks is None else logits[0][batch.picks]
 
-    def timed(self, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
+    def timed(self, step: int, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
         """See Model."""
-        if not self._replayed:
-            return self.trunk.timed(stamps, began_ns, forwarded_ns, ended_ns)
-        if self._marked:
+        ran = self._ran[step % 2]
+        if not ran.replayed:
+            return self.trunk.timed(step, stamps, began_ns, forwarded_ns, ended_ns)
+        if ran.fault is not None and ran.fault.any():
             self._decoder.experts.check()
-        return self._clock.tell(stamps, began_ns, ended_ns, self._marked)
+        return self._clock.tell(stamps, began_ns, ended_ns, ran.times)
+
+
+@dataclass
+class _Ran:
+    """What a step was. Of a marked one, on the host once its tokens are: the clock's points, and `Resident.fault`."""
+
+    replayed: bool = False
+    times: Tensor | None = None
+    fault: Tensor | None = None
+
+
+def _to_host(values: Tensor) -> Tensor:
+    """A copy that is there when what was launched so far is done; nobody waits."""
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda).copy_(values, non_blocking=True)
 
 
 class LayerClock:
     """Points in time of one step, read on the device, and how they share out a step's time."""
 
     def __init__(self, layers: int, device: torch.device) -> None:
-        self._times = torch.zeros(layers * len(PARTS), dtype=torch.int64, device=device)
+        self.times = torch.zeros(layers * len(PARTS), dtype=torch.int64, device=device)
         self._shares = np.zeros((layers, len(PARTS) - 1))  # of the whole step
 
     def mark(self, layer: int, part: int) -> None:
         """Reads the clock."""
-        stamp(self._times, layer * len(PARTS) + part)
+        stamp(self.times, layer * len(PARTS) + part)
 
-    def tell(self, stamps: StepStamps, began_ns: int, ended_ns: int, fresh: bool) -> int:
-        """Stamps all layers; `fresh`: the step was marked. Returns the nanoseconds outside of layers."""
+    def tell(self, stamps: StepStamps, began_ns: int, ended_ns: int, times: Tensor | None) -> int:
+        """Stamps all layers; `times`: this step's own points, if it was marked. Returns the nanoseconds outside of layers."""
         total = ended_ns - began_ns
-        if fresh:
-            times = self._times.cpu().numpy().reshape(-1, len(PARTS))
-            self._shares = np.diff(times, axis=1).clip(0) / total
+        if times is not None:
+            self._shares = np.diff(times.numpy().reshape(-1, len(PARTS)), axis=1).clip(0) / total
         at = began_ns
         for layer, parts in enumerate((self._shares * total).astype(np.int64).tolist()):
             stamps.layer(layer, at, *parts)

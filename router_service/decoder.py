@@ -32,6 +32,10 @@ class Resident(Protocol):
     def settle(self, idle: Tensor) -> None:
         """All layers of a step were routed: takes its pairs into account, but for idle rows [T, 1]."""
 
+    @property
+    def fault(self) -> Tensor:
+        """int32 [1] on the device: not 0 when something went wrong since the last `check`."""
+
     def check(self) -> None:
         """RuntimeError when something went wrong on the device since the last check; waits for the device."""
 
@@ -51,7 +55,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, mark: Mark = lambda layer, part: None) -> Tensor:
-        """Rows of a step in a fixed layout -> float32 logits [S, V] of its `logit_rows`, idle ones included."""
+        """Rows of a step in a fixed layout -> logits [S, V] of its `logit_rows`, idle ones included, in the trunk's type."""
         spec, trunk = self.spec, self.trunk
         assert batch.paged is not None
         attention = self.trunk.cache.step(batch, trunk.dtype, spec.attention_scale)
@@ -72,8 +76,8 @@ class Decoder:
             x, h = add_rms_norm(x, y, following[index], spec.rms_eps, spec.residual_multiplier)
             mark(index, 4)
         self.experts.settle(batch.slots[:, None] < trunk.cache.page_size)  # padding is written to the scratch page, page 0
-        logits = linear(h if batch.chunked is None else h[batch.logit_rows], trunk.head).float()
-        return logits / spec.logits_divisor if spec.logits_divisor != 1.0 else logits
+        logits = linear(h if batch.chunked is None else h[batch.logit_rows], trunk.head)
+        return logits.float() / spec.logits_divisor if spec.logits_divisor != 1.0 else logits
 
     def _shaped(self, layer: Layer, qkv: Tensor) -> Tensor:
         """What families do to whole projections before heads exist."""

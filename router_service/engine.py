@@ -1,28 +1,34 @@
-"""The step loop: schedule -> run -> sample -> publish, on one thread.
+"""The step loop: schedule -> launch -> land, on one thread.
 
 Every change of a request's state happens on this thread; the API's side submits, cancels and receives. A step is all or
-nothing: when a worker is lost half-way, nothing was committed and the same tokens are planned again.
+nothing: when a worker is lost half-way, nothing was committed and the same tokens are planned again. A model that runs ahead
+has the next step launched before the last one lands (ARCHITECTURE.md, "Running ahead").
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter_ns
 from typing import Any
+
+from torch import Tensor
 
 from forefetch.errors import Draining, ForefetchError, LinkDown, Unavailable
 from forefetch.telemetry.ring import StepStamps, Timings
 from router_service.answer import Answer, FinishOut, TokenOut
 from router_service.batch import StepBuffers
 from router_service.dispatch import Dispatch
+from router_service.flight import Flight
 from router_service.hints import Hints
 from router_service.kv import KvSide
 from router_service.recorder import Recorder
-from router_service.sampling import Sampled, sample
-from router_service.scheduler import Plan, Request, Scheduler
+from router_service.sampling import Choice, Sampled, choose
+from router_service.scheduler import Chunk, Plan, Request, Scheduler
 from router_service.trunk import Model
 from router_service.workers import Workers
 
@@ -31,6 +37,7 @@ log = logging.getLogger("forefetch.router")
 Event = TokenOut | FinishOut | ForefetchError
 Delivery = tuple[Any, Event]  # the sink of a request, and what happened
 IDLE_WAIT_S = 0.5  # idle: how long until deadlines of waiting requests are looked at again
+BAD_LOGITS = "the model produced no usable logits for this request"
 STALL_WAIT_S = 0.02  # a worker is missing: how long until the table is looked at again
 
 
@@ -71,6 +78,8 @@ class Engine:
     _missing_since: float | None = None
     _step: int = 0
     _broken: int = 0
+    _flights: deque[Flight] = field(default_factory=deque)  # launched, not landed
+    _landed_ns: int = 0
     _thread: threading.Thread | None = None
 
     # ---- the API's side: any thread ----
@@ -95,12 +104,12 @@ class Engine:
         self._wake.set()
 
     def cancel(self, request: Request) -> None:
-        """The caller went away: the request leaves the batch before the next step."""
+        """The caller went away: the request is in no step that is planned from now on."""
         request.cancelled = True
         self._wake.set()
 
     def fail(self, request: Request, error: ForefetchError) -> None:
-        """The request may not go on: it ends in `error` before the next step. No effect on one that has ended."""
+        """The request may not go on: it ends in `error` before the next step is planned. No effect on one that has ended."""
         request.error = error
         self._wake.set()
 
@@ -153,25 +162,21 @@ class Engine:
             except Exception as error:  # a defect: its requests must not hang, and the process stays up
                 log.exception("step %d failed", self._step)
                 self._end_all(error if isinstance(error, ForefetchError) else ForefetchError("internal error"))
+                self._abandon()
         self._end_all(Draining("the router is shutting down"))
+        self._abandon()
 
     def step(self) -> bool:
         """One step. False when there was nothing to do."""
-        plan = self._schedule()
-        if plan is None:
-            return False
-        stamps = self.parts.recorder.begin(self._step)
-        try:
-            sampled, sampling_ns = self._run(plan, stamps)
-        except LinkDown:
-            self._replay(plan)
-            return True
-        timings = stamps.finish(perf_counter_ns(), sampling_ns, len(plan.chunks), plan.tokens)
-        if self.parts.hints:
-            self.parts.hints.learn(timings)
-        self._publish(plan, sampled, timings)
-        self._step += 1
-        return True
+        for flight in self._flights:  # the one before it has landed, so what it was computed from is known
+            flight.commit(self.parts.trunk.cache)
+        plan, flying = self._schedule(), len(self._flights)
+        launched = plan is not None and self._launch(plan)
+        keep = 1 if launched and self._flights[-1].ahead else 0
+        while len(self._flights) > keep:
+            self._land(self._flights[0])
+            self._flights.popleft()
+        return plan is not None or flying > 0
 
     def _schedule(self) -> Plan | None:
         """Ends what was cancelled or expired, admits what fits, plans. None: nothing to do, or a worker is missing."""
@@ -201,50 +206,95 @@ class Engine:
             self._end_all(Unavailable(self.parts.workers.missing()))
         return False
 
-    def _run(self, plan: Plan, stamps: StepStamps) -> tuple[Sampled, int]:
-        """Logits of the plan's last rows, and the tokens they choose. LinkDown when a worker is lost."""
+    def _launch(self, plan: Plan) -> bool:
+        """Starts a step. False when a worker was lost: then nothing has changed, and the next plan holds the same tokens again."""
+        stamps = self.parts.recorder.begin(self._step)
+        try:
+            flight = self._started(plan, stamps)
+        except LinkDown:
+            self._broken += 1
+            for chunk in plan.chunks:
+                chunk.request.replayed_steps += 1
+            self.parts.recorder.replayed()
+            return False
+        self.parts.scheduler.advance(plan)
+        self._flights.append(flight)
+        self._step += 1
+        return True
+
+    def _started(self, plan: Plan, stamps: StepStamps) -> Flight:
+        """The step under way: its logits, and the tokens that they choose, or on a GPU the promise of both."""
+        trunk = self.parts.trunk
         batch = self.parts.buffers.fill(self._step, plan, self.parts.recorder.trace_of(plan))
         observer = self.parts.hints.begin(batch, stamps) if self.parts.hints else None
         began = perf_counter_ns()
-        logits = self.parts.trunk.forward(batch, self.parts.dispatch, stamps, observer)
-        forwarded = perf_counter_ns()
-        choosing = [chunk.request for chunk in plan.chunks if chunk.samples]
-        params = [request.admitted.sampling for request in choosing]
-        sampled = sample(logits, params, [len(request.tokens) for request in choosing]) if choosing else Sampled([], [], [])
-        self.parts.trunk.cache.commit(batch)
-        return sampled, self.parts.trunk.timed(stamps, began, forwarded, perf_counter_ns())
+        logits = trunk.forward(batch, self.parts.dispatch, stamps, observer)
+        forwarded, ahead = perf_counter_ns(), trunk.ahead and observer is None
+        choice = self._choice(logits, plan.choosing, ahead)
+        return Flight(self._step, plan, batch, stamps, choice, began, forwarded, ahead)
 
-    def _replay(self, plan: Plan) -> None:
-        """A worker was lost: nothing is committed, so the next plan holds the same tokens again."""
-        self._broken += 1
-        for chunk in plan.chunks:
-            chunk.request.replayed_steps += 1
-        self.parts.recorder.replayed()
+    def _choice(self, logits: Tensor, choosing: tuple[Chunk, ...], ahead: bool) -> Choice | None:
+        """One token per chunk, left where the next step will look for it too."""
+        if not choosing:
+            return None
+        params = [chunk.request.admitted.sampling for chunk in choosing]
+        choice = choose(logits, params, [chunk.end for chunk in choosing], keep=ahead)
+        if ahead:
+            self.parts.buffers.chosen[: len(choosing)].copy_(choice.ids)
+        return choice
 
-    def _publish(self, plan: Plan, sampled: Sampled, timings: Timings) -> None:
-        """Commits the step and hands out its events."""
-        choosing = [chunk.request for chunk in plan.chunks if chunk.samples]
-        self.parts.recorder.stepped(self._step, plan, timings)
-        sealed = self.parts.scheduler.commit(plan, sampled.ids)
+    def _land(self, flight: Flight) -> None:
+        """Reads a step's tokens and hands them out."""
+        sampled = flight.read()
+        flight.commit(self.parts.trunk.cache)
+        began, forwarded, ended = flight.times(self._landed_ns)
+        self._landed_ns = ended
+        sampling_ns = self.parts.trunk.timed(flight.step, flight.stamps, began, forwarded, ended)
+        timings = flight.stamps.finish(ended, sampling_ns, len(flight.plan.chunks), flight.plan.tokens)
+        if self.parts.hints:
+            self.parts.hints.learn(timings)
+        choosing = flight.plan.choosing
+        if sampled.late and len(self._flights) > 1:
+            self._void(self._flights[1], {choosing[row].request for row in sampled.late})
+        self._publish(flight, sampled, timings)
+
+    def _void(self, flight: Flight, late: set[Request]) -> None:
+        """Their tokens were settled only now: rows that were launched on others count nothing."""
+        for chunk in flight.plan.decodes:
+            if chunk.request in late:
+                flight.void.add(chunk.request)
+                self.parts.scheduler.void(chunk)
+
+    def _publish(self, flight: Flight, sampled: Sampled, timings: Timings) -> None:
+        """Adds the step's tokens to their requests and hands out its events."""
+        plan, choosing = flight.plan, flight.plan.choosing
+        dropped = flight.void | {chunk.request for chunk in plan.chunks if chunk.request not in self._streams}
+        bad = {choosing[row].request for row in sampled.bad} - dropped
+        kept = plan.without(dropped) if dropped else plan
+        self.parts.recorder.stepped(flight.step, kept, timings)
+        sealed = self.parts.scheduler.land(plan, sampled.ids, dropped | bad)
         if self.parts.kv:
-            self.parts.kv.computed(plan, timings.total_ns)
-            for request, first in sealed:
-                self.parts.kv.sealed(request, first, self.parts.recorder.context(request))
+            self.parts.kv.computed(kept, timings.total_ns)
+            for request, first, behind in sealed:
+                self.parts.kv.sealed(request, first, behind, self.parts.recorder.context(request))
+        if bad:
+            self._end([(request, ForefetchError(BAD_LOGITS)) for request in bad], remove=True)
         deliveries: list[Delivery] = []
-        for row, request in enumerate(choosing):
-            if row in sampled.bad:
-                error = ForefetchError("the model produced no usable logits for this request")
-                self._end([(request, error)], remove=True)
-                continue
-            stream = self._streams[request]
-            event, finish = stream.answer.token(sampled.ids[row], sampled.logprobs[row], sampled.tops[row], timings)
-            deliveries.append((stream.sink, event))
-            self.parts.recorder.token(request)
-            if finish is not None:
-                deliveries.append((stream.sink, finish))
-                self._forget(request)
-                self.parts.recorder.finished(request, "OK", finish.reason)
+        for row, chunk in enumerate(choosing):
+            if chunk.request not in dropped and chunk.request not in bad:
+                deliveries += self._told(chunk.request, sampled, row, timings)
         self.deliver(deliveries)
+
+    def _told(self, request: Request, sampled: Sampled, row: int, timings: Timings) -> list[Delivery]:
+        """The events of a token that was just appended to its request."""
+        stream = self._streams[request]
+        event, finish = stream.answer.token(sampled.ids[row], sampled.logprobs[row], sampled.tops[row], timings)
+        self.parts.recorder.token(request)
+        if finish is None:
+            return [(stream.sink, event)]
+        self._forget(request)
+        self.parts.recorder.finished(request, "OK", finish.reason)
+        return [(stream.sink, event), (stream.sink, finish)]
 
     def _end(self, ended: list[tuple[Request, ForefetchError]], remove: bool = False) -> None:
         """Tells streams that their requests ended in an error."""
@@ -263,6 +313,14 @@ class Engine:
                 self.parts.scheduler.remove(request, monotonic())
         if self.parts.kv:
             self.parts.kv.ended(request)
+
+    def _abandon(self) -> None:
+        """After a defect, with all requests ended: what is in flight is waited for and counts nothing."""
+        for flight in self._flights:
+            with suppress(Exception):
+                flight.read()
+            self.parts.scheduler.land(flight.plan, [], {chunk.request for chunk in flight.plan.chunks})
+        self._flights.clear()
 
     def _end_all(self, error: ForefetchError) -> None:
         with self._lock:

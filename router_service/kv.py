@@ -134,10 +134,8 @@ class KvSide:
         request.resume_at(reached)
         return blocks
 
-    def sealed(self, request: Request, first: int, trace: SpanContext | None) -> None:
-        """Blocks from `first` on are sealed now: offered, their pages pinned until the bytes are copied."""
-        size = self.naming.page_size
-        blocks = max(0, request.computed - self.recent) // size
+    def sealed(self, request: Request, first: int, blocks: int, trace: SpanContext | None) -> None:
+        """Blocks `first` .. `blocks` are sealed now: offered, their pages pinned until the bytes are copied."""
         keys = self.naming.extend(self._keys.setdefault(request, []), request.tenant, request.tokens, blocks)
         for block in range(max(first, request.loaded_blocks), blocks):
             page = request.pages[block]

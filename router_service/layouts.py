@@ -37,14 +37,11 @@ class LayoutBuffers(StepBuffers):
         """`buckets` are those of decode rows; more than max_batch rows are not recorded."""
         sizes = {"max_batch": max_batch, "max_pages": max_pages, "page_size": page_size}
         room = max_tokens + max(buckets)
-        super().__init__(max_tokens=room, **sizes, device=device, buckets=buckets, paged=True)
+        self._most_blocks = max(chunk_rows, default=0) // BLOCK + CHUNKS
+        words = 4 * self._most_blocks + CHUNKS * max_pages
+        super().__init__(max_tokens=room, **sizes, device=device, buckets=buckets, paged=True, chunk_words=words)
         self.decode_rows = tuple(rows for rows in self.buckets if rows <= self.max_batch)
         self.chunk_rows = tuple(chunk_rows)
-        pinned = device.type == "cuda"
-        self._most_blocks = max(chunk_rows, default=0) // BLOCK + CHUNKS
-        size = 4 * self._most_blocks + CHUNKS * max_pages
-        self._chunks_host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
-        self._chunks = self._chunks_host if not pinned else torch.zeros_like(self._chunks_host, device=device)
 
     def layouts(self) -> Iterator[tuple[int, int]]:
         """(decode rows, prompt rows), those that take most memory first."""
@@ -67,12 +64,13 @@ class LayoutBuffers(StepBuffers):
 
     def _mixed(self, step: int, plan: Plan, decodes: int, prompt: int) -> StepBatch:
         """A plan in a layout that it fits."""
-        rows = self._rows_host.numpy()
+        rows = self._turn()
         total, at = decodes + prompt, decodes
-        rows[:, :total] = 0
+        rows[:3, :total] = 0
         rows[2, :total] = SCRATCH * self.page_size
+        rows[3, : decodes + CHUNKS] = 0
         rows[3, :decodes] = range(decodes)
-        self._place_decodes(plan)
+        owed = self._place_decodes(plan)
         prefills, picks = [], list(range(len(plan.decodes)))
         for index, chunk in enumerate(plan.prefills):
             self._place(rows[:, at : at + chunk.count], chunk)
@@ -82,13 +80,13 @@ class LayoutBuffers(StepBuffers):
             if chunk.samples:
                 picks.append(decodes + index)
         chosen = decodes + (CHUNKS if prompt else 0)
-        batch = self._batch(step, plan, at, total, tuple(prefills), chosen)
+        batch = self._batch(step, plan, at, total, tuple(prefills), chosen, owed)
         chunked = self._chunk_plan(prefills, decodes, prompt) if prompt else None
         return replace(self._paged_rows(batch, decodes), chunked=chunked, picks=self._picks(picks))
 
     def _chunk_plan(self, prefills: Sequence[PrefillRows], decodes: int, prompt: int) -> ChunkPlan:
         """Blocks and pages of the chunks on the device; rows are counted from the first prompt row."""
-        host, width = self._chunks_host, self._table.shape[1]
+        host, width = self._staging.chunks, self._table.shape[1]
         blocks, first = prompt // BLOCK + CHUNKS, 4 * self._most_blocks
         table = host[first:].view(CHUNKS, width)
         for index, chunk in enumerate(prefills):
@@ -96,11 +94,10 @@ class LayoutBuffers(StepBuffers):
         cut = [(chunk.first - decodes, chunk.count, chunk.start) for chunk in prefills]
         if not fill_blocks(host[: 4 * blocks].view(-1, 4), cut):
             raise AssertionError("a chunk has at most one block that is not full")
-        if self._chunks is not host:
-            self._chunks.copy_(host, non_blocking=True)
+        self._chunks.copy_(host, non_blocking=True)
         return ChunkPlan(self._chunks[: 4 * blocks].view(-1, 4), self._chunks[first:].view(CHUNKS, width))
 
     def _picks(self, picks: list[int]) -> torch.Tensor:
         """On the device, without waiting for it."""
-        rows = torch.tensor(picks, dtype=torch.int64, pin_memory=self._rows is not self._rows_host)
+        rows = torch.tensor(picks, dtype=torch.int64, pin_memory=self._rows.is_cuda)
         return rows.to(self._rows.device, non_blocking=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forefetch.kernels.argmax import argmax
 from router_service.admission import SamplingParams
 
 # How many tokens are ranked at first, and next for the rows that this did not settle; at last all of V. Milliseconds per row
@@ -27,12 +28,14 @@ class Sampled:
     """One entry per row. `logprobs` (natural, of the raw logits) and `tops` are None and [] for rows that asked for none.
 
     `bad` lists rows without a usable maximum (a NaN, +inf, or nothing above -inf): the model is broken there. Their id is -1.
+    `late` lists rows that the device alone did not settle: there `Choice.ids` held another token, or might have.
     """
 
     ids: list[int]
     logprobs: list[float | None]
     tops: list[list[tuple[int, float]]]
     bad: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
 
 
 def _splitmix64(x: int) -> int:
@@ -53,24 +56,74 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
 
     Again for rows whose distribution is so flat (or top_k so large) that the first of WIDTHS does not settle them.
     """
-    sampled = _attempt(logits, params, positions, WIDTHS[0])
-    for width in (*WIDTHS[1:], logits.shape[1]):
-        again = [row for row, token in enumerate(sampled.ids) if token == _UNSETTLED]
-        if not again:
-            break
-        wider = _attempt(logits[again], [params[r] for r in again], [positions[r] for r in again], width)
-        for i, row in enumerate(again):
-            sampled.ids[row], sampled.logprobs[row], sampled.tops[row] = wider.ids[i], wider.logprobs[i], wider.tops[i]
-    return sampled
+    return choose(logits, params, positions).read()
+
+
+def choose(
+    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], *, keep: bool = False
+) -> Choice:
+    """`sample` without waiting for the device. `keep`: the logits will be overwritten before the choice is read."""
+    attempt = _attempt(logits, params, positions, WIDTHS[0])
+    doubtful = any(p.temperature > 0 or p.top_logprobs is not None for p in params)
+    if keep and doubtful:
+        logits = logits.clone()
+    return Choice(attempt, logits, params, positions)
 
 
 _BAD, _UNSETTLED = -1, -2
 
 
-def _attempt(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], width: int) -> Sampled:
-    best, ids = logits.max(dim=-1)  # the first of equal maxima; NaN wins
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """ids [B] int64, valid in every row; told: ids or _BAD or _UNSETTLED [B], then the tables of rows `asking`, M = `most`."""
+
+    ids: Tensor
+    told: Tensor
+    asking: list[int]
+    most: int
+
+
+class Choice:
+    """Tokens that are chosen on the device and on their way to the host. `ids` [B] int64 on the device: any token in rows
+    that will turn out bad or late."""
+
+    def __init__(
+        self, attempt: _Attempt, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+    ) -> None:
+        self.ids = attempt.ids
+        self._attempt, self._logits, self._params, self._positions = attempt, logits, params, positions
+        self._told, self._ready = attempt.told, None
+        if logits.is_cuda:
+            self._told = torch.empty(attempt.told.shape, dtype=attempt.told.dtype, pin_memory=True)
+            self._told.copy_(attempt.told, non_blocking=True)
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready.record()
+
+    def read(self) -> Sampled:
+        """Waits for the device. Rows that need it are looked at again, wider."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        sampled = _unpack(self._told.tolist(), self._params, self._attempt)
+        sampled.late = tuple(row for row, token in enumerate(sampled.ids) if token == _UNSETTLED)
+        for width in (*WIDTHS[1:], self._logits.shape[1]):
+            again = [row for row, token in enumerate(sampled.ids) if token == _UNSETTLED]
+            if not again:
+                break
+            params, positions = [self._params[r] for r in again], [self._positions[r] for r in again]
+            attempt = _attempt(self._logits[again], params, positions, width)
+            wider = _unpack(attempt.told.tolist(), params, attempt)
+            for i, row in enumerate(again):
+                sampled.ids[row], sampled.logprobs[row], sampled.tops[row] = wider.ids[i], wider.logprobs[i], wider.tops[i]
+        return sampled
+
+
+def _attempt(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], width: int) -> _Attempt:
+    best = argmax(logits)
+    ids = best.clamp_min(0)
     drawing = [row for row, p in enumerate(params) if p.temperature > 0]
     asking = [row for row, p in enumerate(params) if p.top_logprobs is not None]
+    if not drawing and not asking:
+        return _Attempt(ids, best, asking, 0)
     most = min(max((params[row].top_logprobs or 0 for row in asking), default=0), logits.shape[1])
     settled = torch.ones_like(ids, dtype=torch.bool)
     if drawing:
@@ -83,8 +136,8 @@ def _attempt(logits: Tensor, params: Sequence[SamplingParams], positions: Sequen
         table, known = _logprobs(logits[rows].float(), ids[rows], most, width)
         settled[rows] &= known
         tables.append(table.flatten())
-    ids = ids.where(settled, _UNSETTLED).where(best.isfinite(), _BAD)
-    return _unpack(torch.cat([ids.double(), *tables]).tolist(), params, asking, most)
+    told = ids.where(settled, _UNSETTLED).where(best >= 0, _BAD)
+    return _Attempt(ids, torch.cat([told.double(), *tables]), asking, most)
 
 
 def _knobs(rows: list[int], params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
@@ -98,13 +151,13 @@ def _on(values: Tensor, like: Tensor) -> Tensor:
     return (values.pin_memory() if like.is_cuda else values).to(like.device, non_blocking=True)
 
 
-def _unpack(flat: list[float], params: Sequence[SamplingParams], asking: list[int], most: int) -> Sampled:
+def _unpack(flat: list[float], params: Sequence[SamplingParams], attempt: _Attempt) -> Sampled:
     """`flat`: ids [B], then for each row of `asking`: its logprob, M ids, M logprobs."""
-    count = len(params)
+    count, most = len(params), attempt.most
     ids = [int(token) for token in flat[:count]]
     bad = tuple(row for row, token in enumerate(ids) if token == _BAD)
     sampled = Sampled(ids, [None] * count, [[] for _ in range(count)], bad)
-    for i, row in enumerate(asking):
+    for i, row in enumerate(attempt.asking):
         chosen, *rest = flat[count + i * (1 + 2 * most) : count + (i + 1) * (1 + 2 * most)]
         pairs = zip(map(int, rest[:most]), rest[most:], strict=True)
         sampled.logprobs[row] = chosen

@@ -1,7 +1,8 @@
 """Which tokens the next step computes. Pure: time and sizes are arguments, nothing here waits, sends or computes.
 
 A step's plan is one token of every decoding request, then chunks of prompts in order of arrival, up to `max_step_tokens`.
-Planning changes nothing; `commit` alone advances a request. So a step that fails half-way is simply planned again.
+Planning changes nothing, so a step that fails half-way is simply planned again. A step that was launched can not fail:
+`advance` moves its requests on, so that the next one can be planned while it runs, and `land` adds the tokens once they are known.
 
 A request is admitted only when pages for its worst case (prompt + max_tokens) are free. It can therefore always run to
 its end: no preemption, no recomputation, no refusal half-way.
@@ -10,7 +11,7 @@ its end: no preemption, no recomputation, no refusal half-way.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from forefetch.errors import Cancelled, DeadlineExceeded, ForefetchError, Overloaded
@@ -21,8 +22,11 @@ from router_service.pages import PagePool
 
 @dataclass(eq=False)
 class Request:
-    """A request in the engine. `tokens` is the prompt followed by the answer; K and V of `tokens[:computed]` are committed.
+    """A request in the engine. `tokens` is the prompt followed by the answer. K and V of the first `computed` positions are there
+    for whatever is launched next; the last `owed` of them may be of tokens that are chosen, but not known yet.
 
+    `in_flight`: launched steps with rows of it that have not landed. `owed`: tokens that they choose. `source`: the last of these
+    is that choice of the last launched step.
     `lane`: a number that no other running request has, below the largest batch.
     `known`: tokens of the answer that were there when the request came, because it goes on with a session. `loading`: its
     cached prefix is on its way, nothing is computed for it. `cached`: tokens that came from a cache. `error`: why it is to end.
@@ -51,6 +55,9 @@ class Request:
     loaded_blocks: int = 0
     cached: int = 0
     lane: int = 0
+    in_flight: int = 0
+    owed: int = 0
+    source: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *self.known]
@@ -63,7 +70,12 @@ class Request:
     @property
     def decoding(self) -> bool:
         """Only the answer's last token is left to compute."""
-        return self.generated > 0 and self.computed == len(self.tokens) - 1
+        return self.generated + self.owed > 0 and self.computed == len(self.tokens) + self.owed - 1
+
+    @property
+    def spent(self) -> bool:
+        """The tokens that it is owed are its last ones."""
+        return self.owed > 0 and self.generated + self.owed >= self.admitted.max_tokens
 
     @property
     def first(self) -> bool:
@@ -83,16 +95,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Positions start .. start + count of one request."""
+    """Positions start .. start + count of one request. `samples`: they reach the end of its tokens, so that the last row chooses
+    the next one."""
 
     request: Request
     start: int
     count: int
+    samples: bool = True
 
     @property
-    def samples(self) -> bool:
-        """Whether the chunk reaches the end of the known tokens, so that its last row chooses the next one."""
-        return self.start + self.count == len(self.request.tokens)
+    def end(self) -> int:
+        """Behind the last position."""
+        return self.start + self.count
 
 
 @dataclass(frozen=True)
@@ -112,6 +126,16 @@ class Plan:
         """Rows of the step."""
         return len(self.decodes) + sum(chunk.count for chunk in self.prefills)
 
+    @property
+    def choosing(self) -> tuple[Chunk, ...]:
+        """The chunks that choose a token, in row order."""
+        return tuple(chunk for chunk in self.chunks if chunk.samples)
+
+    def without(self, requests: Collection[Request]) -> Plan:
+        """The plan but for these requests' chunks."""
+        kept = [tuple(c for c in part if c.request not in requests) for part in (self.decodes, self.prefills)]
+        return Plan(*kept)
+
 
 class Scheduler:
     """The admission queue and the running batch. Not thread-safe: its owner locks.
@@ -130,6 +154,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._lanes = list(reversed(range(max_batch)))
+        self._leaving: dict[Request, tuple[int, ...]] = {}  # ended, but a launched step still writes to these pages
         self._service_s = 1.0  # smoothed time from start to end of a request, for retry hints
 
     def submit(self, request: Request) -> None:
@@ -159,7 +184,7 @@ class Scheduler:
     def admit(self, now: float) -> list[Request]:
         """Starts waiting requests, oldest first, while the batch and the page pool have room for their worst case."""
         started: list[Request] = []
-        while self.waiting and len(self.running) < self.max_batch:
+        while self.waiting and self._lanes:
             pages = self.pool.allocate(-(-self.waiting[0].worst_case_tokens() // self.page_size))
             if pages is None:
                 break  # strictly first come, first served: nothing overtakes a large request forever
@@ -172,15 +197,16 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """The next step, or None when nothing runs."""
         decodes, prefills, left = [], [], self.max_step_tokens
-        ready = [request for request in self.running if not request.loading]
+        ready = [request for request in self.running if not request.loading and not request.spent]
         for request in ready:
             if request.decoding:
                 decodes.append(Chunk(request, request.computed, 1))
         left -= len(decodes)
         for request in ready:
             if not request.decoding and left > 0:
-                count = min(left, len(request.tokens) - request.computed)
-                prefills.append(Chunk(request, request.computed, count))
+                remaining = len(request.tokens) - request.computed
+                count = min(left, remaining)
+                prefills.append(Chunk(request, request.computed, count, samples=count == remaining))
                 left -= count
         return Plan(tuple(decodes), tuple(prefills)) if decodes or prefills else None
 
@@ -188,29 +214,63 @@ class Scheduler:
         """Blocks that are final when `tokens` are committed."""
         return max(0, tokens - self.recent) // self.page_size
 
-    def commit(self, plan: Plan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
-        """Advances the plan's requests; `sampled` are the new tokens of its sampling chunks in row order.
+    def commit(self, plan: Plan, sampled: Sequence[int]) -> list[tuple[Request, int, int]]:
+        """`advance` and `land` in one, for a step that has been run and read."""
+        self.advance(plan)
+        return self.land(plan, sampled)
 
-        Returns (request, index of its first block that this step sealed) for requests that sealed one.
+    def advance(self, plan: Plan) -> None:
+        """The step is launched: its requests are where it leaves them, and owed the tokens that it chooses."""
+        row = 0
+        for chunk in plan.chunks:
+            request = chunk.request
+            request.in_flight += 1
+            request.computed = chunk.end
+            if chunk.samples:
+                request.owed, request.source, row = request.owed + 1, row, row + 1
+
+    def void(self, chunk: Chunk) -> None:
+        """A launched row took a token that turned out to be another: its request stands before it again."""
+        chunk.request.computed = chunk.start
+        chunk.request.owed -= chunk.samples
+
+    def land(
+        self, plan: Plan, sampled: Sequence[int], dropped: Collection[Request] = ()
+    ) -> list[tuple[Request, int, int]]:
+        """A launched step was read. `sampled`: the new tokens of its sampling chunks in row order; those of `dropped` requests
+        (ended, or void) count nothing.
+
+        Returns (request, index of its first block that this step sealed, index behind the last) for requests that sealed one.
         """
         sealed, tokens = [], iter(sampled)
         for chunk in plan.chunks:
-            request, before = chunk.request, self.sealed(chunk.request.computed)
-            samples = chunk.samples
-            request.computed = chunk.start + chunk.count
-            if samples:
-                request.tokens.append(next(tokens))
-            if self.sealed(request.computed) > before:
-                sealed.append((request, before))
+            request, token = chunk.request, next(tokens, -1) if chunk.samples else None
+            request.in_flight -= 1
+            if request in self._leaving and not request.in_flight:
+                self._free(request.lane, self._leaving.pop(request))
+            if request in dropped:
+                continue
+            if token is not None:
+                request.tokens.append(token)
+                request.owed -= 1
+            before, after = self.sealed(chunk.start), self.sealed(chunk.end)
+            if after > before:
+                sealed.append((request, before, after))
         return sealed
 
     def remove(self, request: Request, now: float) -> None:
-        """Takes a request out, finished or not, and frees its pages."""
-        if request in self.running:
-            self.running.remove(request)
-            self._lanes.append(request.lane)
-            self._service_s += 0.2 * (now - (request.started or now) - self._service_s)
-        else:
-            self.waiting.remove(request)
+        """Takes a request out, finished or not, and frees its pages: once no launched step has rows of it."""
         pages, request.pages = request.pages, ()
+        if request not in self.running:
+            self.waiting.remove(request)
+            return
+        self.running.remove(request)
+        self._service_s += 0.2 * (now - (request.started or now) - self._service_s)
+        if request.in_flight:
+            self._leaving[request] = pages
+        else:
+            self._free(request.lane, pages)
+
+    def _free(self, lane: int, pages: tuple[int, ...]) -> None:
+        self._lanes.append(lane)
         self.pool.release(pages)

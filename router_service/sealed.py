@@ -150,18 +150,23 @@ class SealedCache:
     def _seal_tails(self, due: list[tuple[int, int, int]]) -> None:
         """(lane, page number, its index in the request): each lane's tail begins with a full page."""
         size, recent = self.page_size, self.format.recent
-        lanes = [lane for lane, _, _ in due]
         for first in (False, True):
             some = [(lane, page) for lane, page, index in due if (index == 0) == first]
             if some:
-                chosen, numbers = (list(part) for part in zip(*some, strict=True))
+                chosen, numbers = self._there(list(zip(*some, strict=True)))
                 k, v = (self.tails[:, kind][:, :, chosen, :size].flatten(0, 2) for kind in (0, 1))
                 blobs = seal(k, v, self.format, skip=self.format.sinks if first else 0)
                 self.pages[:, :, numbers] = blobs.view(*self.pages.shape[:2], len(some), -1)
             for lane, page in some:
                 self._remember(page, self.sinks[:, :, :, lane] if first else None)
         if recent:
+            (lanes,) = self._there([[lane for lane, _, _ in due]])
             self.tails[..., lanes, :recent, :] = self.tails[..., lanes, size : size + recent, :]
+
+    def _there(self, numbers: Sequence[Sequence[int]]) -> Tensor:
+        """Indices on the device, without waiting for it: the step that is launched next must not be held up."""
+        there = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.pages.is_cuda)
+        return there.to(self.pages.device, non_blocking=True)
 
     def _commit_chunk(self, rows: PrefillRows) -> None:
         end = rows.start + rows.count
@@ -179,7 +184,7 @@ class SealedCache:
         """Sinks of the request whose first page this is; None: it is not a first page."""
         self._first.pop(page, None)
         if sinks is not None and self.format.sinks:
-            self._first[page] = sinks.cpu().clone()
+            self._first[page] = sinks.clone()  # on the device: its bytes are fetched by whoever wants them
             while len(self._first) > COPIES * self.lanes:
                 self._first.popitem(last=False)
 
@@ -193,7 +198,7 @@ class SealedCache:
             self.exact.read_block(page) if self.exempt else b"",
         ]
         if (sinks := self._first.get(page)) is not None:
-            parts.append(sinks.numpy().tobytes())
+            parts.append(sinks.cpu().numpy().tobytes())
         return b"".join(parts)
 
     def write_block(self, page: int, data: bytes) -> None:

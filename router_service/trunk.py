@@ -153,18 +153,26 @@ class Model(Protocol):
     def cache(self) -> Cache:
         """K and V."""
 
-    def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None = None) -> torch.Tensor:
-        """Runs the step's rows through all layers -> float32 logits [S, V] of the rows that choose a token."""
+    @property
+    def ahead(self) -> bool:
+        """Whether `forward` returns before the device is done and cannot fail any more then, so that the next step may be
+        launched before this one is read."""
 
-    def timed(self, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
+    def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None = None) -> torch.Tensor:
+        """Runs the step's rows through all layers -> logits [S, V] of the rows that choose a token."""
+
+    def timed(self, step: int, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
         """The step began, `forward` returned, and its tokens were on the host at these times of the monotonic clock.
 
-        Stamps what `forward` could not; returns what the step spent on choosing tokens, nanoseconds.
+        Stamps what `forward` could not; returns what the step spent on choosing tokens, nanoseconds. At most one step that was
+        launched later may be running.
         """
 
 
 class Trunk:
     """`device` and `dtype` are where and in what it computes; `cache` holds K and V."""
+
+    ahead = False  # a layer waits for workers
 
     def __init__(
         self,
@@ -204,7 +212,7 @@ class Trunk:
         stamps.head(perf_counter_ns() - started)
         return logits
 
-    def timed(self, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
+    def timed(self, step: int, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
         """See Model; `forward` has stamped all layers itself."""
         return ended_ns - forwarded_ns
 

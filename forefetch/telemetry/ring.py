@@ -151,8 +151,8 @@ class StepRing:
 
 
 class StepStamps:
-    """The open slot of one step. Only the thread that called `begin` writes to it, and only until the next `begin`. Layer and
-    worker must be within the ring's numbers; nothing checks it."""
+    """The open slot of one step. Only the thread that called `begin` writes to it, and only until it is finished; the next step
+    may be begun before. Layer and worker must be within the ring's numbers; nothing checks it."""
 
     __slots__ = (
         *("_base", "_bytes", "_calls", "_head_ns", "_hints", "_layers"),
@@ -166,6 +166,10 @@ class StepStamps:
         self._calls = base + ring._calls_at * _WORD
         self._hints = base + ring._hints_at * _WORD
         self._verified = base + ring._verified_at * _WORD
+
+    def begins(self, start_ns: int) -> None:
+        """The step's time counts from here: it was launched while the one before still ran. Before any stamp."""
+        self._start_ns = start_ns
 
     def layer(self, layer: int, start_ns: int, attention_ns: int, gate_ns: int, experts_ns: int, combine_ns: int) -> None:
         """Stamps a layer. `start_ns`: monotonic clock; `experts_ns`: first frame sent to last reply read, 0 in a dense layer;

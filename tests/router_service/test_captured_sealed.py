@@ -61,7 +61,7 @@ class Rig:
                 logits = self.eager.forward(batch, self.experts, stamps)
             else:
                 logits = self.model.forward(batch, self.experts, stamps)
-                self.replays += self.model._replayed
+                self.replays += self.model._ran[step % 2].replayed
             self.cache.commit(batch)
             self.scheduler.commit(plan, logits.argmax(-1).tolist())
             for chunk in plan.chunks:

@@ -38,6 +38,7 @@ class CountingTrunk:
     gate: threading.Event = field(default_factory=threading.Event)
     nan_for: int = -1
     steps: int = 0
+    ahead: bool = False
     cache: Any = field(default_factory=lambda: SimpleNamespace(commit=lambda batch: None))
 
     def forward(self, batch: StepBatch, experts: Any, stamps: StepStamps, observer: None = None) -> torch.Tensor:
@@ -50,7 +51,7 @@ class CountingTrunk:
         logits[last == self.nan_for] = float("nan")
         return logits
 
-    def timed(self, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
+    def timed(self, step: int, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
         return ended_ns - forwarded_ns
 
 

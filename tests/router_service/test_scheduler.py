@@ -111,11 +111,10 @@ def test_sealed_blocks_are_reported_once() -> None:
     scheduler.admit(0.0)
     sealed = []
     while plan := scheduler.plan():
-        for r, first in scheduler.commit(plan, [7] * sum(c.samples for c in plan.chunks)):
-            sealed += [(first, r.computed // PAGE)]
+        sealed += [blocks for _, *blocks in scheduler.commit(plan, [7] * len(plan.choosing))]
         if plan.chunks[0].request.generated == 5:
             break
-    assert sealed == [(0, 2), (2, 3)]  # 8 tokens at once, then position 11
+    assert sealed == [[0, 2], [2, 3]]  # 8 tokens at once, then position 11
 
 
 @settings(max_examples=60)
