@@ -112,9 +112,7 @@ class StepBuffers:
         ]
         self._staging = self._stagings[0]
         self._table = torch.zeros((max_batch, max_pages), dtype=torch.int64)
-        self._rows, self._paged, self._chunks = (
-            torch.zeros_like(part, device=device) for part in vars(self._staging).values()
-        )
+        self._rows, self._paged, self._chunks = (torch.zeros_like(part, device=device) for part in vars(self._staging).values())
         self.chosen = torch.zeros(max_batch, dtype=torch.int64, device=device)
         """What the last launched step chooses, in the order of its choices; `fill` reads it for ids that are owed."""
         self._tabled: list[tuple[int, ...]] = [()] * max_batch  # whose pages each row of the table holds

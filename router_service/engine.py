@@ -255,7 +255,7 @@ class Engine:
             self.parts.hints.learn(timings)
         choosing = flight.plan.choosing
         if sampled.late and len(self._flights) > 1:
-            self._void(self._flights[1], {choosing[row].request for row in sampled.late})
+            self._void(self._flights[1], {choosing[row].request for row in sampled.late} - flight.void)
         self._publish(flight, sampled, timings)
 
     def _void(self, flight: Flight, late: set[Request]) -> None:

@@ -59,9 +59,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
     return choose(logits, params, positions).read()
 
 
-def choose(
-    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], *, keep: bool = False
-) -> Choice:
+def choose(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], *, keep: bool = False) -> Choice:
     """`sample` without waiting for the device. `keep`: the logits will be overwritten before the choice is read."""
     attempt = _attempt(logits, params, positions, WIDTHS[0])
     doubtful = any(p.temperature > 0 or p.top_logprobs is not None for p in params)
@@ -87,9 +85,7 @@ class Choice:
     """Tokens that are chosen on the device and on their way to the host. `ids` [B] int64 on the device: any token in rows
     that will turn out bad or late."""
 
-    def __init__(
-        self, attempt: _Attempt, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
-    ) -> None:
+    def __init__(self, attempt: _Attempt, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> None:
         self.ids = attempt.ids
         self._attempt, self._logits, self._params, self._positions = attempt, logits, params, positions
         self._told, self._ready = attempt.told, None

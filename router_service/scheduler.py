@@ -234,9 +234,7 @@ class Scheduler:
         chunk.request.computed = chunk.start
         chunk.request.owed -= chunk.samples
 
-    def land(
-        self, plan: Plan, sampled: Sequence[int], dropped: Collection[Request] = ()
-    ) -> list[tuple[Request, int, int]]:
+    def land(self, plan: Plan, sampled: Sequence[int], dropped: Collection[Request] = ()) -> list[tuple[Request, int, int]]:
         """A launched step was read. `sampled`: the new tokens of its sampling chunks in row order; those of `dropped` requests
         (ended, or void) count nothing.
 

@@ -43,7 +43,20 @@ KERNELS_MAY = ("torch", "triton", "forefetch.kernels")
 ROOMS: dict[str, tuple[str, ...]] = {
     "edge": ("__main__", "server", "client", "links", "hinting", "control", "build", "status", "asking", "conversations"),
     "device": (
-        *("engine", "flight", "trunk", "decoder", "captured", "layouts", "batch", "cache", "rope", "dispatch", "workers", "sampling"),
+        *(
+            "engine",
+            "flight",
+            "trunk",
+            "decoder",
+            "captured",
+            "layouts",
+            "batch",
+            "cache",
+            "rope",
+            "dispatch",
+            "workers",
+            "sampling",
+        ),
         *(
             "text",
             "detokenise",

@@ -111,8 +111,8 @@ class Rig:
         return [event.token_id for event in tokens], self.events[name][-1]
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
+def make_rig(*, ahead: bool) -> Rig:
+    """Its engine is not started: tests step it, or start it."""
     ring = StepRing(64, 1, 1)
     registry = new_registry()
     book = RequestBook(ring, 16)
@@ -121,14 +121,20 @@ def rig() -> Iterator[Rig]:
     )
     scheduler = Scheduler(PagePool(30), page_size=PAGE, max_batch=4, max_step_tokens=16, max_waiting=4)
     buffers = StepBuffers(max_tokens=16, max_batch=4, max_pages=16, page_size=PAGE, device=torch.device("cpu"), buckets=())
-    trunk, workers = CountingTrunk(), FakeWorkers()
+    trunk, workers = CountingTrunk(ahead=ahead), FakeWorkers()
     trunk.gate.set()
     made = Rig(None, trunk, workers, scheduler)  # type: ignore[arg-type]
     parts = Parts(trunk, buffers, None, workers, scheduler, recorder)  # type: ignore[arg-type]
     made.engine = Engine(parts, made.deliver, worker_grace_s=0.3)
+    return made
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    made = make_rig(ahead=request.param)
     made.engine.start()
     yield made
-    trunk.gate.set()
+    made.trunk.gate.set()
     made.engine.stop()
 
 
