@@ -69,9 +69,11 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class Staging:
-    """One set of host memory that steps are put together in. `rows` [6, T]: ids, positions, slots, rows that choose a token; rows
-    whose id is not known yet, and which of the last step's choices it will be. `paged`: lengths, lanes and loaded pages of all
-    decode rows, then their pages: one copy brings what changed of it."""
+    """One set of host memory that steps are put together in.
+
+    `rows` [6, T]: ids, positions, slots, rows that choose a token; rows whose id is not known yet, and which of the last step's
+    choices it will be. `paged`: lengths, lanes and loaded pages of all decode rows, then their pages: one copy brings what
+    changed of it."""
 
     rows: torch.Tensor  # int64
     paged: torch.Tensor  # int32, flat

@@ -207,7 +207,7 @@ class Engine:
         return False
 
     def _launch(self, plan: Plan) -> bool:
-        """Starts a step. False when a worker was lost: then nothing has changed, and the next plan holds the same tokens again."""
+        """Starts a step. False when a worker was lost: nothing has changed then, the next plan holds the same tokens again."""
         stamps = self.parts.recorder.begin(self._step)
         try:
             flight = self._started(plan, stamps)

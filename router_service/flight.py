@@ -41,7 +41,7 @@ class Flight:
             cache.commit(self.batch.without(void) if void else self.batch)
 
     def times(self, landed_ns: int) -> tuple[int, int, int]:
-        """(began, forwarded, ended) of the step's own time, when it has just been read: it begins when the step before landed."""
+        """(began, forwarded, ended) of a step that was just read; its own time begins when the step before had landed."""
         began = max(self.began_ns, landed_ns)
         self.stamps.begins(began)
         return began, max(self.forwarded_ns, began), perf_counter_ns()

@@ -1,8 +1,8 @@
 """Which tokens the next step computes. Pure: time and sizes are arguments, nothing here waits, sends or computes.
 
 A step's plan is one token of every decoding request, then chunks of prompts in order of arrival, up to `max_step_tokens`.
-Planning changes nothing, so a step that fails half-way is simply planned again. A step that was launched can not fail:
-`advance` moves its requests on, so that the next one can be planned while it runs, and `land` adds the tokens once they are known.
+Planning changes nothing, so a step that fails half-way is simply planned again. Once a step is launched, `advance` moves its
+requests on, so that the next one can be planned while it runs; `land` adds its tokens when they are known.
 
 A request is admitted only when pages for its worst case (prompt + max_tokens) are free. It can therefore always run to
 its end: no preemption, no recomputation, no refusal half-way.
@@ -22,11 +22,11 @@ from router_service.pages import PagePool
 
 @dataclass(eq=False)
 class Request:
-    """A request in the engine. `tokens` is the prompt followed by the answer. K and V of the first `computed` positions are there
-    for whatever is launched next; the last `owed` of them may be of tokens that are chosen, but not known yet.
+    """A request in the engine. `tokens` is the prompt followed by the answer. K and V of the first `computed` positions are
+    there for whatever is launched next.
 
-    `in_flight`: launched steps with rows of it that have not landed. `owed`: tokens that they choose. `source`: the last of these
-    is that choice of the last launched step.
+    `in_flight`: launched steps with rows of it that have not landed. `owed`: tokens that they choose, which nobody has read;
+    the newest is choice number `source` of the last launched step.
     `lane`: a number that no other running request has, below the largest batch.
     `known`: tokens of the answer that were there when the request came, because it goes on with a session. `loading`: its
     cached prefix is on its way, nothing is computed for it. `cached`: tokens that came from a cache. `error`: why it is to end.
@@ -95,8 +95,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Positions start .. start + count of one request. `samples`: they reach the end of its tokens, so that the last row chooses
-    the next one."""
+    """Positions start .. start + count of one request. `samples`: they reach the end of its tokens, so that the last row
+    chooses the next one."""
 
     request: Request
     start: int

@@ -1,4 +1,4 @@
-"""Steps that are launched before the last one is read: what ends, breaks or comes meanwhile changes no token and leaks no page."""
+"""Steps that are launched before the last one is read: what ends, breaks or comes meanwhile changes no token."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ def _partial(logits, keys, stride, width, shares, SHARE: tl.constexpr, BLOCK: tl
         value = tl.load(logits + row * stride + at, mask=at < width, other=-float("inf")).to(tl.float32)
         value = tl.where(value == 0, 0.0, value)  # -0 equals 0
         bits = value.to(tl.int32, bitcast=True)
-        order = tl.where(value != value, NAN, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+        order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        order = tl.where((bits & 0x7FFFFFFF) > INFINITY, NAN, order)
         best = tl.maximum(best, (order.to(tl.int64) << 32) | (INDEX - at.to(tl.int64)))
     tl.store(keys + row * shares + share, tl.max(best, 0))
 
