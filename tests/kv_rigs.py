@@ -172,7 +172,7 @@ class Rig:
         for block in range(before, len(request.tokens) // PAGE):
             self.memory[request.pages[block]] = page_of(request.prompt[: (block + 1) * PAGE])
         request.computed = len(request.tokens)
-        self.kv.sealed(request, before, None)
+        self.kv.sealed(request, before, len(request.tokens) // PAGE, None)
 
     def end(self, request: Request) -> None:
         self.scheduler.remove(request, 0.0)
