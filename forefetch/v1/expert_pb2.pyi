@@ -8,11 +8,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ExpertServiceDescribeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("router", "generation")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    generation: int
+    def __init__(self, router: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class ExpertServiceDescribeResponse(_message.Message):
-    __slots__ = ("model_digest", "model", "shard", "shards", "layers", "hidden_size", "dtype", "device", "shm_domain", "instance_id", "max_rows", "version", "expert_format", "generation", "held_shards", "capacity")
+    __slots__ = ("model_digest", "model", "shard", "shards", "layers", "hidden_size", "dtype", "device", "shm_domain", "instance_id", "max_rows", "version", "expert_format", "generation", "capacity", "row_pairs")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
@@ -27,8 +31,8 @@ class ExpertServiceDescribeResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EXPERT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
-    HELD_SHARDS_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    ROW_PAIRS_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     model: str
     shard: int
@@ -43,25 +47,25 @@ class ExpertServiceDescribeResponse(_message.Message):
     version: str
     expert_format: str
     generation: int
-    held_shards: _containers.RepeatedScalarFieldContainer[int]
     capacity: int
-    def __init__(self, model_digest: _Optional[str] = ..., model: _Optional[str] = ..., shard: _Optional[int] = ..., shards: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., device: _Optional[str] = ..., shm_domain: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_rows: _Optional[int] = ..., version: _Optional[str] = ..., expert_format: _Optional[str] = ..., generation: _Optional[int] = ..., held_shards: _Optional[_Iterable[int]] = ..., capacity: _Optional[int] = ...) -> None: ...
+    row_pairs: int
+    def __init__(self, model_digest: _Optional[str] = ..., model: _Optional[str] = ..., shard: _Optional[int] = ..., shards: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., device: _Optional[str] = ..., shm_domain: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_rows: _Optional[int] = ..., version: _Optional[str] = ..., expert_format: _Optional[str] = ..., generation: _Optional[int] = ..., capacity: _Optional[int] = ..., row_pairs: _Optional[int] = ...) -> None: ...
 
 class PlaceRequest(_message.Message):
-    __slots__ = ("epoch", "planner", "shards")
+    __slots__ = ("epoch", "planner", "experts")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PLANNER_FIELD_NUMBER: _ClassVar[int]
-    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     planner: str
-    shards: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., planner: _Optional[str] = ..., shards: _Optional[_Iterable[int]] = ...) -> None: ...
+    experts: _containers.RepeatedCompositeFieldContainer[LayerExperts]
+    def __init__(self, epoch: _Optional[int] = ..., planner: _Optional[str] = ..., experts: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ...) -> None: ...
 
 class PlaceResponse(_message.Message):
-    __slots__ = ("shards",)
-    SHARDS_FIELD_NUMBER: _ClassVar[int]
-    shards: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, shards: _Optional[_Iterable[int]] = ...) -> None: ...
+    __slots__ = ("missing",)
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    missing: int
+    def __init__(self, missing: _Optional[int] = ...) -> None: ...
 
 class LayerExperts(_message.Message):
     __slots__ = ("layer", "experts")
@@ -132,14 +136,7 @@ class ExpertServiceGetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ExpertServiceGetStatsResponse(_message.Message):
-    __slots__ = ("uptime_s", "calls", "rows", "pairs", "errors", "weight_bytes", "compute_ns", "load", "routers", "hits", "late", "misses", "resident", "wasted_bytes", "copied_bytes", "copy_wait_ns", "hints", "hints_dropped", "copy_ns", "copies_failed", "shard_pairs")
-    class ShardPairsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: int
-        value: int
-        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    __slots__ = ("uptime_s", "calls", "rows", "pairs", "errors", "weight_bytes", "compute_ns", "load", "routers", "hits", "late", "misses", "resident", "wasted_bytes", "copied_bytes", "copy_wait_ns", "hints", "hints_dropped", "copy_ns", "copies_failed", "experts_loaded", "experts_unloaded")
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -160,7 +157,8 @@ class ExpertServiceGetStatsResponse(_message.Message):
     HINTS_DROPPED_FIELD_NUMBER: _ClassVar[int]
     COPY_NS_FIELD_NUMBER: _ClassVar[int]
     COPIES_FAILED_FIELD_NUMBER: _ClassVar[int]
-    SHARD_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_LOADED_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_UNLOADED_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     calls: int
     rows: int
@@ -181,8 +179,9 @@ class ExpertServiceGetStatsResponse(_message.Message):
     hints_dropped: int
     copy_ns: int
     copies_failed: int
-    shard_pairs: _containers.ScalarMap[int, int]
-    def __init__(self, uptime_s: _Optional[float] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., pairs: _Optional[int] = ..., errors: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., compute_ns: _Optional[int] = ..., load: _Optional[_Iterable[_Union[ExpertLoad, _Mapping]]] = ..., routers: _Optional[int] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ..., resident: _Optional[int] = ..., wasted_bytes: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., hints: _Optional[int] = ..., hints_dropped: _Optional[int] = ..., copy_ns: _Optional[int] = ..., copies_failed: _Optional[int] = ..., shard_pairs: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    experts_loaded: int
+    experts_unloaded: int
+    def __init__(self, uptime_s: _Optional[float] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., pairs: _Optional[int] = ..., errors: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., compute_ns: _Optional[int] = ..., load: _Optional[_Iterable[_Union[ExpertLoad, _Mapping]]] = ..., routers: _Optional[int] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ..., resident: _Optional[int] = ..., wasted_bytes: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., hints: _Optional[int] = ..., hints_dropped: _Optional[int] = ..., copy_ns: _Optional[int] = ..., copies_failed: _Optional[int] = ..., experts_loaded: _Optional[int] = ..., experts_unloaded: _Optional[int] = ...) -> None: ...
 
 class ExpertLoad(_message.Message):
     __slots__ = ("layer", "experts", "pairs")

@@ -105,7 +105,7 @@ class ExpertServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Place(self, request, context):
-        """Says which shards this worker is to hold; the planner's command, for workers started with --placed. Answers at once; Describe
+        """Says which experts this worker is to hold; the planner's command, for workers started with --placed. Answers at once; Describe
         shows how far loading has come. FAILED_PRECONDITION for an epoch below the highest seen, and for workers with a fixed shard.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

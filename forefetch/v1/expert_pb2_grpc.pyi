@@ -50,7 +50,7 @@ class ExpertServiceStub:
     The worker answers only hints that ask for it.
     """
     Place: _grpc.UnaryUnaryMultiCallable[_expert_pb2.PlaceRequest, _expert_pb2.PlaceResponse]
-    """Says which shards this worker is to hold; the planner's command, for workers started with --placed. Answers at once; Describe
+    """Says which experts this worker is to hold; the planner's command, for workers started with --placed. Answers at once; Describe
     shows how far loading has come. FAILED_PRECONDITION for an epoch below the highest seen, and for workers with a fixed shard.
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_expert_pb2.ExpertServiceGetStatsRequest, _expert_pb2.ExpertServiceGetStatsResponse]
@@ -78,7 +78,7 @@ class ExpertServiceAsyncStub(ExpertServiceStub):
     The worker answers only hints that ask for it.
     """
     Place: _aio.UnaryUnaryMultiCallable[_expert_pb2.PlaceRequest, _expert_pb2.PlaceResponse]  # type: ignore[assignment]
-    """Says which shards this worker is to hold; the planner's command, for workers started with --placed. Answers at once; Describe
+    """Says which experts this worker is to hold; the planner's command, for workers started with --placed. Answers at once; Describe
     shows how far loading has come. FAILED_PRECONDITION for an epoch below the highest seen, and for workers with a fixed shard.
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_expert_pb2.ExpertServiceGetStatsRequest, _expert_pb2.ExpertServiceGetStatsResponse]  # type: ignore[assignment]
@@ -133,7 +133,7 @@ class ExpertServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _expert_pb2.PlaceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_expert_pb2.PlaceResponse, _abc.Awaitable[_expert_pb2.PlaceResponse]]:
-        """Says which shards this worker is to hold; the planner's command, for workers started with --placed. Answers at once; Describe
+        """Says which experts this worker is to hold; the planner's command, for workers started with --placed. Answers at once; Describe
         shows how far loading has come. FAILED_PRECONDITION for an epoch below the highest seen, and for workers with a fixed shard.
         """
 
