@@ -36,10 +36,10 @@ def serve(config: ExpertConfig) -> None:
     )
     try:
         with rpc.loading("experts") as on_progress:
-            loader = Loader(config)
-            service.core = core = loader.core(on_progress)
+            core = Loader(config).core(on_progress)
         if config.placed:
-            service.placer = Placer(core, loader)
+            service.placer = Placer(core)
+        service.core = core
         server.run()
     except UnsupportedModel as error:
         raise ConfigError(f"--model: {error}") from error

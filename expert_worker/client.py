@@ -131,8 +131,8 @@ def _describe(channel: grpc.Channel, timeout_s: float) -> WorkerInfo:
         shm_domain=said.shm_domain,
         version=said.version,
         generation=said.generation,
-        held_shards=tuple(said.held_shards),
         capacity=said.capacity,
+        row_pairs=said.row_pairs,
         expert_format=said.expert_format or "stored",
     )
 

@@ -40,11 +40,13 @@ class ExpertConfig(ServiceConfig):
     )
     placed: bool = setting(
         False,
-        """Hold no shard at first, but those that the routers' planner names, which may change while this worker runs. --shard
-        is ignored then; --shards is how finely experts can be moved, the same on all workers: some times their number.""",
+        """Hold no expert at first, but those that the routers' planner names, which may change while this worker runs. --shard
+        and --shards are ignored then.""",
     )
-    max_shards: int = setting(
-        0, "Most shards a --placed worker may be given, so that they fit into its memory. 0: all. Each gets slots of its own."
+    max_experts: int = setting(
+        0,
+        """Most experts a --placed worker may be given, all layers together: it has memory for so many, from the start. They are
+        shared out evenly over layers; while experts move, old and new holders have both. 0: all of the model's.""",
     )
     slots: str = setting(
         "100%",
@@ -93,7 +95,7 @@ class ExpertConfig(ServiceConfig):
             raise ConfigError("--model: name the folder of a checkpoint")
         if self.shards < 1 or not 0 <= self.shard < self.shards:
             raise ConfigError(f"--shard {self.shard} and --shards {self.shards}: the shard must be within 0 and shards - 1")
-        for name, least in (("threads", 0), ("max_rows", 1), ("spin_us", -1), ("max_shards", 0)):
+        for name, least in (("threads", 0), ("max_rows", 1), ("spin_us", -1), ("max_experts", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be at least {least}")
         if self.placed and self.placement:

@@ -1,8 +1,8 @@
-"""What routers ask and tell a worker beside its calls: what it holds, how much each shard was used, what it is to hold."""
+"""What routers ask and tell a worker beside its calls: what it holds, how much each expert was used, what it is to hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,21 +19,14 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Identity:
-    """Which process answers, and which of its states."""
+class Holdings:
+    """What a worker names: MoE layer -> experts, ascending, as of which generation of which process. capacity: most experts that it
+    may hold; 0: they are fixed."""
 
     instance_id: str
     generation: int
-
-
-@dataclass(frozen=True)
-class Holdings:
-    """`shards` served, of `of`; `capacity` shards at most (0: fixed); `pairs` evaluated by shard since that was loaded."""
-
-    shards: tuple[int, ...]
-    of: int
+    layers: dict[int, tuple[int, ...]]
     capacity: int
-    pairs: dict[int, int]
 
 
 class Control:
@@ -43,21 +36,22 @@ class Control:
         self._channel = rpc.channel(address, tls)
         self._stub = expert_pb2_grpc.ExpertServiceStub(self._channel)
 
-    def describe(self) -> Identity:
-        """Who it is, and since which change of what it holds."""
-        said = _call(lambda: self._stub.Describe(expert_pb2.ExpertServiceDescribeRequest(), timeout=CALL_S))
-        return Identity(said.instance_id, said.generation)
+    def holdings(self, router: str = "", generation: int = 0) -> Holdings:
+        """What it names. A router says who it is, and the generation that its table goes by."""
+        request = expert_pb2.ExpertServiceDescribeRequest(router=router, generation=generation)
+        said = _call(lambda: self._stub.Describe(request, timeout=CALL_S))
+        layers = {one.layer: tuple(one.experts) for one in said.layers}
+        return Holdings(said.instance_id, said.generation, layers, said.capacity)
 
-    def holdings(self) -> Holdings:
-        """What it serves and how much each shard was used."""
-        said = _call(lambda: self._stub.Describe(expert_pb2.ExpertServiceDescribeRequest(), timeout=CALL_S))
+    def pairs(self) -> dict[int, dict[int, int]]:
+        """MoE layer -> expert named -> pairs evaluated since the worker began."""
         stats = _call(lambda: self._stub.GetStats(expert_pb2.ExpertServiceGetStatsRequest(), timeout=CALL_S))
-        shards = tuple(said.held_shards)
-        return Holdings(shards, said.shards, said.capacity, dict(stats.shard_pairs))
+        return {one.layer: dict(zip(one.experts, one.pairs, strict=True)) for one in stats.load}
 
-    def place(self, epoch: int, planner: str, shards: Sequence[int]) -> None:
+    def place(self, epoch: int, planner: str, layers: Mapping[int, Sequence[int]]) -> None:
         """Tells it what to hold. StaleEpoch when a later planner has spoken, Mismatch for a worker with a fixed shard."""
-        request = expert_pb2.PlaceRequest(epoch=epoch, planner=planner, shards=shards)
+        experts = [expert_pb2.LayerExperts(layer=layer, experts=held) for layer, held in layers.items()]
+        request = expert_pb2.PlaceRequest(epoch=epoch, planner=planner, experts=experts)
         _call(lambda: self._stub.Place(request, timeout=CALL_S))
 
     def close(self) -> None:

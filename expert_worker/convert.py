@@ -15,7 +15,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,10 @@ class Shard:
     spec: ModelSpec
     checkpoint: Checkpoint
     members: Members
+
+    def only(self, number: int) -> Shard:
+        """One of its experts."""
+        return replace(self, members=(self.members[number],))
 
     def packed(self, host: Host) -> Iterator[Tensor]:
         """Each expert's blob in the host's format, straight from the checkpoint."""

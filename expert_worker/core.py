@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from expert_worker.composite import Composite, Evaluator
+from expert_worker.evaluator import Evaluator
 from forefetch import wire
 from forefetch.errors import ForefetchError
 from forefetch.frames import FrameBuffer
@@ -41,9 +41,9 @@ class WorkerInfo:
     shm_domain: str = ""
     version: str = VERSION
     expert_format: str = "stored"
-    generation: int = 0  # changes whenever `layers` does
-    held_shards: tuple[int, ...] = ()
-    capacity: int = 0  # most shards; 0: what it holds is fixed
+    generation: int = 0  # grows whenever `layers` changes
+    capacity: int = 0  # most experts, all layers together; 0: what it holds is fixed
+    row_pairs: int = 0  # most pairs of a row; 0: as many as `layers` names in a layer
 
     def shape(self, max_rows: int | None = None) -> wire.Shape:
         """What frames must look like."""
@@ -51,7 +51,7 @@ class WorkerInfo:
 
     def request_room(self, max_rows: int) -> int:
         """Bytes of the largest request of `max_rows` rows: every row could need every expert held."""
-        most = max((len(experts) for experts in self.layers.values()), default=0)
+        most = self.row_pairs or max((len(experts) for experts in self.layers.values()), default=0)
         return wire.request_bytes(max_rows, self.hidden_size, max_rows * most, self.dtype)
 
     def reply_room(self, max_rows: int) -> int:
@@ -98,41 +98,22 @@ class Core:
     """One worker. Any thread may call; calls are evaluated one after the other in the order in which they came."""
 
     def __init__(self, info: WorkerInfo, experts: Evaluator) -> None:
-        self._state = (info, experts)
+        self.info, self.experts = info, experts
         self.calls = self.rows = self.pairs = self.errors = self.compute_ns = self.copy_wait_ns = 0
         self.hints = self.hints_dropped = 0
         self.verified = Verified()
         self._shape = info.shape()
-        self._turn = Turn()
-
-    @property
-    def info(self) -> WorkerInfo:
-        """Who this is and what it holds."""
-        return self._state[0]
-
-    @property
-    def experts(self) -> Evaluator:
-        """What evaluates."""
-        return self._state[1]
-
-    @property
-    def state(self) -> tuple[WorkerInfo, Evaluator]:
-        """Both, of one moment."""
-        return self._state
-
-    def replace(self, info: WorkerInfo, experts: Evaluator) -> None:
-        """Holds something else from the next call on. Any thread."""
-        self._state = (info, experts)
+        self.turn = Turn()  # who holds it is alone with the experts
 
     @property
     def busy(self) -> bool:
         """A call is being evaluated."""
-        return self._turn.taken
+        return self.turn.taken
 
     def forward(self, call: wire.LayerCall, out: Tensor, source: str = "") -> Spent:
         """Fills out [N, H]. BadRequest for a layer or expert that is not held. source: the router, whose steps it counts in."""
         asked = perf_counter_ns()
-        with self._turn:
+        with self.turn:
             began = perf_counter_ns()
             copy_ns, verified = self.experts.forward(call, out, source)
             compute_ns = perf_counter_ns() - began - copy_ns
@@ -170,10 +151,3 @@ class Core:
         """Writes the error frame for a request of `size` bytes."""
         self.errors += 1
         return wire.encode_error(reply, *wire.peek(request, size), error)
-
-
-def shard_pairs(info: WorkerInfo, experts: Evaluator) -> dict[int, int]:
-    """Pairs evaluated by shard held, since it was loaded."""
-    if isinstance(experts, Composite):
-        return {shard: int(part.load.sum()) for shard, part in experts.parts.items()}
-    return dict.fromkeys(info.held_shards, int(experts.load.sum()))

@@ -16,9 +16,10 @@ from expert_worker.convert import Shard, fill
 from expert_worker.host import Host
 from expert_worker.pool import Pool, plain
 from expert_worker.residency import Copied, CopyFailed, Residency, StartCopy, Wait
+from expert_worker.shelf import Shelf
 from expert_worker.slots import Slots, uses_of
 from expert_worker.visit import Visit
-from forefetch.errors import BadRequest
+from forefetch.errors import BadRequest, ForefetchError, Moved
 from forefetch.hints import ExpertHint
 from forefetch.kernels.grouped_mlp import Evaluation, Pairs
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat
@@ -43,12 +44,14 @@ class Storage:
     max_rows: int = 0  # most rows of a call, for what allocates by it
     miss: str = "wait"  # see --miss
     check_copies: bool = False  # compare each filled slot with host memory: slow, for debugging
+    places: int = 0  # 0: what is held stays; else nothing is held at first, and up to so many experts come and go
 
 
 class Experts:
     """Experts are numbered through, layer after layer. Not for concurrent use, but for `hint` and `resident`.
 
     With a slot for each, an expert's slot is its number. With fewer, all wait in host memory; `residency` says which sit where.
+    Where they come and go, a `shelf` says which place in host memory is whose, or which slot, if there is one for each place.
     """
 
     def __init__(
@@ -62,7 +65,8 @@ class Experts:
         dtype: torch.dtype,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Reads the experts `held`. on_progress(done, total) counts them. UnsupportedModel for bad tensors."""
+        """Reads the experts `held`; with `storage.places` none of them yet, these are those that may come. on_progress(done, total)
+        counts them. UnsupportedModel for bad tensors."""
         self.layers = {layer: place for place, layer in enumerate(spec.moe_layers)}
         self.members = [(layer, expert) for layer in spec.moe_layers for expert in held[layer]]
         sizes = [len(held[layer]) for layer in spec.moe_layers]
@@ -71,14 +75,20 @@ class Experts:
         self._number = np.full((len(sizes), spec.num_experts + 2), -1, dtype=np.int32)
         for number, (layer, expert) in enumerate(self.members):
             self._number[self.layers[layer], expert + 1] = number
-        total = len(self.members)
-        self.load = np.zeros(total, dtype=np.int64)  # pairs evaluated, by number
+        self._all = self._number  # also of those that are not here at the moment
+        self.load = np.zeros(len(self.members), dtype=np.int64)  # pairs evaluated, by number
+        total = storage.places or len(self.members)
         self._device, count = device, min(storage.slots, total)
         self._check = storage.check_copies
         self.pool = self._pool(count, spec, storage, dtype)
         self.host: Host | None = None
         self.residency: Residency | None = None
+        self.shelf: Shelf | None = None
         shard = Shard(spec, checkpoint, self.members)
+        if storage.places:
+            self._number = np.full_like(self._all, -1)
+            self._open(shard, storage, sizes)
+            return
         if count == total and storage.format is None:
             for number, (layer, expert) in enumerate(self.members):
                 self.pool.put(number, *load_expert(checkpoint, spec, layer, expert, device))
@@ -93,6 +103,35 @@ class Experts:
             return
         self.host, self.residency = host, self._manage(host, Slots(count, sizes, min(spec.top_k, max(sizes))))
         weakref.finalize(self, self.residency.close)
+
+    def _open(self, shard: Shard, storage: Storage, sizes: Sequence[int]) -> None:
+        """Places, and nothing in them: slots if there is one for each, else rows of host memory."""
+        spec, places, count = shard.spec, storage.places, len(self.pool.memory)
+        format = storage.format or plain(getattr(torch, spec.dtype))
+        rows = 1 if self._in_slots(storage) else places
+        host = Host(rows, spec.hidden_size, spec.expert_width, format, pinned=self._device.type == "cuda")
+        if self._in_slots(storage):
+            self.shelf = Shelf(places, lambda place, number: self._bring(place, host, shard.only(number), storage))
+            return
+        host.blobs[:1].zero_()  # is copied for its time
+        self.host, self.residency = host, self._manage(host, Slots(count, sizes, min(spec.top_k, max(sizes))))
+        self.residency.absent.update(range(len(self.members)))
+        self.shelf = host.shelf = Shelf(
+            places, lambda place, number: fill(host.row(place), shard.only(number), storage.cache, _quiet)
+        )
+        weakref.finalize(self, self.residency.close)
+
+    def _in_slots(self, storage: Storage) -> bool:
+        """Whether places are slots."""
+        return len(self.pool.memory) == storage.places
+
+    def _bring(self, slot: int, scratch: Host, shard: Shard, storage: Storage) -> None:
+        """The one expert of `shard` from the checkpoint into a slot."""
+        if storage.format is None:
+            self.pool.put(slot, *load_expert(shard.checkpoint, shard.spec, *shard.members[0], self._device))
+            return
+        fill(scratch, shard, storage.cache, _quiet)
+        self.pool.fill(slot, scratch.blobs[0], storage.format)
 
     def _pool(self, count: int, spec: ModelSpec, storage: Storage, dtype: torch.dtype) -> Pool:
         return Pool(count, spec.hidden_size, spec.expert_width, dtype, self._device)
@@ -137,7 +176,8 @@ class Experts:
         evaluation = Evaluation(call.x.to(self._device, non_blocking=True), pairs, self.pool.weights)
         waited, verified = 0, Verified(resident=len(pairs.experts))
         if self.residency is None:
-            evaluation.run(range(len(pairs.experts)), pairs.experts)
+            slots = [self.shelf.place_of[number] for number in pairs.experts] if self.shelf else pairs.experts
+            evaluation.run(range(len(pairs.experts)), slots)
         else:
             uses = uses_of(pairs.counts, len(call.x))
             with Visit(self.residency, (source, call.step, layer), pairs.experts, uses) as visit:
@@ -166,8 +206,42 @@ class Experts:
         try:
             return sort_pairs(row, number, call.pair_weight, rows, self._device)
         except ValueError:  # a negative number; looking for one in every call would cost more
-            wrong = expert[number < 0][0]
-            raise BadRequest("pair_expert", f"expert {wrong} of layer {call.layer} is not held by this worker") from None
+            raise self._not_here(call.layer, int(expert[number < 0][0])) from None
+
+    def _not_here(self, layer: int, expert: int) -> ForefetchError:
+        if self.shelf and self.knows(layer, expert):
+            return Moved(f"expert {expert} of layer {layer} is not held by this worker any more")
+        return BadRequest("pair_expert", f"expert {expert} of layer {layer} is not held by this worker")
+
+    # ---- experts that come and go ----
+
+    @property
+    def room(self) -> int:
+        """Free places."""
+        return self.shelf.room if self.shelf else 0
+
+    def knows(self, layer: int, expert: int) -> bool:
+        """Whether the model has such a routed expert."""
+        return layer in self.layers and 0 <= expert < self._all.shape[1] - 2
+
+    def put(self, layer: int, expert: int) -> None:
+        """Reads an expert that is not here and evaluates it from now on. In any one thread, beside calls."""
+        assert self.shelf is not None
+        place = self.layers[layer], expert + 1
+        number = int(self._all[place])
+        self.shelf.put(number)
+        if self.residency:
+            self.residency.admit(number)
+        self._number[place] = number
+
+    def drop(self, layer: int, expert: int) -> None:
+        """Forgets one that is here. Between two calls."""
+        assert self.shelf is not None
+        place = self.layers[layer], expert + 1
+        number, self._number[place] = int(self._all[place]), -1
+        if self.residency:
+            self.residency.forget(number)
+        self.shelf.drop(number)
 
     # ---- what other threads ask ----
 
@@ -187,9 +261,15 @@ class Experts:
         if place is None:
             return []
         if self.residency is None:
-            return [expert for _, expert in self.members[self._first[place] : self._first[place + 1]]]
+            experts: list[int] = np.flatnonzero(self._number[place][1:-1] >= 0).tolist()
+            return experts
         with self.residency.changed:
             return [self.members[number][1] for number in self.residency.slots.ready(place)]
+
+    def pairs_of(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """Pairs evaluated by each of these experts of a layer since the process began."""
+        counts: list[int] = self.load[self._all[self.layers[layer]][np.array(experts, dtype=np.int64) + 1]].tolist()
+        return counts
 
 
 class Lane:
@@ -202,7 +282,7 @@ class Lane:
         self.start: StartCopy = self._start if self._stream is None else self._launch
 
     def _start(self, slot: int, number: int) -> Wait:
-        self._pool.fill(slot, self._host.blobs[number], self._host.format)
+        self._pool.fill(slot, self._host.blob(number), self._host.format)
         self._verify(slot, number)
         return _nothing
 
@@ -212,7 +292,7 @@ class Lane:
         with torch.cuda.stream(self._stream):
             if slot in self._used:
                 self._stream.wait_event(self._used.pop(slot))
-            self._pool.fill(slot, self._host.blobs[number], self._host.format)
+            self._pool.fill(slot, self._host.blob(number), self._host.format)
             done.record(self._stream)
 
         def wait() -> None:
@@ -234,4 +314,8 @@ class Lane:
 
 
 def _nothing() -> None:
+    pass
+
+
+def _quiet(done: int, total: int) -> None:
     pass

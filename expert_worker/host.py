@@ -1,18 +1,23 @@
-"""The experts of a shard as they wait in host memory: one block for all, pinned in one piece where a GPU copies from it."""
+"""The experts of a worker as they wait in host memory: one block for all, pinned in one piece where a GPU copies from it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import copy
 
 import torch
 from torch import Tensor
 
+from expert_worker.shelf import Shelf
 from forefetch.errors import ConfigError
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat, blob_bytes
 
 
 class Host:
-    """`blobs` uint8 [experts, stride]: row n is expert n in `format` (formats.py says what its bytes mean)."""
+    """`blobs` uint8 [experts, stride]: an expert a row, in `format` (formats.py says what its bytes mean). Row n is expert n, unless
+    a `shelf` says who lies where."""
+
+    shelf: Shelf | None = None
 
     def __init__(self, experts: int, hidden: int, width: int, format: ExpertFormat, *, pinned: bool) -> None:
         """Allocates, and does not fill. ConfigError when the memory is not there or cannot be pinned."""
@@ -25,6 +30,16 @@ class Host:
             raise ConfigError(f"--experts: {need}{', which must be pinned' if pinned else ''}: {_first_line(error)}") from None
         if pinned and not self.blobs.is_pinned():
             raise ConfigError(f"--experts: {need}, and they could not be pinned; copies to the device would be slow")
+
+    def blob(self, number: int) -> Tensor:
+        """An expert's bytes. KeyError for one that is not here."""
+        return self.blobs[self.shelf.place_of[number] if self.shelf else number]
+
+    def row(self, place: int) -> Host:
+        """A view of one place, for one expert."""
+        view = copy(self)
+        view.blobs, view.shelf = self.blobs[place : place + 1], None
+        return view
 
     def fill(self, blobs: Iterable[Tensor], on_progress: Callable[[int, int], None]) -> None:
         """Takes the blobs of experts 0, 1, ..."""

@@ -1,16 +1,16 @@
-"""Reads a worker's experts as its settings say: on a CPU or a GPU, all of them in slots or not, one shard or several."""
+"""Reads a worker's experts as its settings say: on a CPU or a GPU, all of them in slots or not, a shard or what a planner says."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from expert_worker.composite import Composite, Evaluator
 from expert_worker.config import ExpertConfig
 from expert_worker.core import Core, WorkerInfo
+from expert_worker.evaluator import Evaluator
 from expert_worker.experts import Experts, Storage
 from forefetch import placement, shm
 from forefetch.device import place
@@ -53,12 +53,16 @@ class Loader:
         )
 
     def core(self, on_progress: OnProgress = lambda done, total: None) -> Core:
-        """A worker with its shard; with none if it is to be placed."""
-        config = self._config
+        """A worker with its shard; with nothing yet if it is to be placed."""
+        config, spec = self._config, self._spec
         if config.placed:
-            return Core(replace(self.info, shard=0, capacity=config.max_shards or config.shards), self.composite({}))
-        experts = self.shard(config.shard, on_progress)
-        return Core(replace(self.info, layers=self.held(config.shard), held_shards=(config.shard,)), experts)
+            everything = dict.fromkeys(spec.moe_layers, tuple(range(spec.num_experts)))
+            places = min(config.max_experts or 2**31, len(spec.moe_layers) * spec.num_experts)
+            row_pairs = min(spec.top_k, spec.num_experts)
+            info = replace(self.info, shard=0, shards=0, capacity=places, row_pairs=row_pairs)
+            return Core(info, self._experts(everything, on_progress, places))
+        held = self.held(config.shard)
+        return Core(replace(self.info, layers=held), self._experts(held, on_progress))
 
     def held(self, shard: int) -> dict[int, tuple[int, ...]]:
         """MoE layer -> the shard's experts. ConfigError for a placement that does not fit."""
@@ -74,16 +78,13 @@ class Loader:
             raise ConfigError(f"--placement: is for {len(shards)} workers, --shards is {config.shards}")
         return shards[shard]
 
-    def composite(self, parts: Mapping[int, Evaluator]) -> Composite:
-        """An evaluator of several shards."""
-        return Composite(self._spec.moe_layers, self._shards, parts)
-
-    def shard(self, shard: int, on_progress: OnProgress = lambda done, total: None) -> Evaluator:
-        """An evaluator of one shard."""
-        config, held = self._config, self.held(shard)
-        slots = config.slot_count(sum(map(len, held.values())))
-        _check_slots(config, self._spec, held, slots)
-        kept = (config.expert_format, config.cache_folder, config.max_rows, config.miss, config.check_copies)
+    def _experts(self, held: dict[int, tuple[int, ...]], on_progress: OnProgress, places: int = 0) -> Evaluator:
+        """An evaluator of these experts; with places of so many of them that come and go."""
+        config = self._config
+        total = places or sum(map(len, held.values()))
+        slots = config.slot_count(total)
+        _check_slots(config, self._spec, max(map(len, held.values())), total, slots)
+        kept = (config.expert_format, config.cache_folder, config.max_rows, config.miss, config.check_copies, places)
         how = {"device": self._device, "dtype": self._dtype, "on_progress": on_progress}
         if self._device.type == "cuda" and _has_kernels(self._spec):
             return self._on_gpu(held, Storage(slots, *kept), how)
@@ -97,7 +98,7 @@ class Loader:
         config, spec, checkpoint = self._config, self._spec, self._checkpoint
         kind = cast(Kind, str(self._dtype).removeprefix("torch.") if config.experts == "stored" else config.experts)
         format = packed_format(spec, kind, self._dtype, self._device)
-        if storage.slots == sum(map(len, held.values())):
+        if storage.slots == sum(map(len, held.values())) and not storage.places:
             if len(set(held.values())) > 1:  # a placement with another set in every layer
                 return Experts(spec, checkpoint, held, storage, **how)
             return PackedExperts(spec, checkpoint, held[spec.moe_layers[0]], format, max_rows=config.max_rows, **how)
@@ -109,9 +110,8 @@ def _has_kernels(spec: ModelSpec) -> bool:
     return spec.hidden_size % 32 == 0 and spec.expert_width % 32 == 0
 
 
-def _check_slots(config: ExpertConfig, spec: ModelSpec, held: dict[int, tuple[int, ...]], slots: int) -> None:
-    """ConfigError when one token's experts of one layer do not fit."""
-    most, total = max(map(len, held.values())), sum(map(len, held.values()))
+def _check_slots(config: ExpertConfig, spec: ModelSpec, most: int, total: int, slots: int) -> None:
+    """ConfigError when one token's experts of one layer, which has up to `most` of the `total` experts, do not fit."""
     need = min(spec.top_k, most)
     if slots < need:
         raise ConfigError(

@@ -96,6 +96,11 @@ class PackedExperts:
         counts: npt.NDArray[np.int64] = self._load[:, list(self.held)].cpu().numpy()
         return counts
 
+    def pairs_of(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """Pairs evaluated by each of these experts of a layer. Waits for the device."""
+        counts: list[int] = self._load[self.layers[layer], list(experts)].tolist()
+        return counts
+
     def run(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], ids, weights [T, K] -> [T, H]; pairs with id -1 count nothing. Valid until the next call."""
         place, out = self.layers[layer], self._out[: len(x)]

@@ -49,7 +49,7 @@ class PackedPool(Pool):
 
     def differs(self, slot: int, host: Host, number: int) -> bool:
         """Whether a slot does not hold host memory's bytes."""
-        return not torch.equal(self.memory[slot].cpu(), host.blobs[number])
+        return not torch.equal(self.memory[slot].cpu(), host.blob(number))
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class SlottedExperts(Experts):
             began = perf_counter_ns()
             row, column = np.nonzero(numbers == expert)
             w13, w2 = unpack(
-                self.host.blobs[expert], self._spec.hidden_size, self._spec.expert_width, self._format, torch.float32
+                self.host.blob(expert), self._spec.hidden_size, self._spec.expert_width, self._format, torch.float32
             )
             gate, up = (x[row] @ w13.t()).chunk(2, dim=1)
             y = (torch.nn.functional.silu(gate) * up) @ w2.t()

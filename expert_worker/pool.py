@@ -69,6 +69,6 @@ class Pool:
 
     def differs(self, slot: int, host: Host, number: int) -> bool:
         """Whether a slot does not hold exactly what host memory says: the debug check of copies."""
-        expected = unpack(host.blobs[number], self.hidden, self.width, host.format, self.dtype)
+        expected = unpack(host.blob(number), self.hidden, self.width, host.format, self.dtype)
         held: Sequence[Tensor] = self.weights.w13[slot], self.weights.w2[slot]
         return not all(torch.equal(a.cpu(), b) for a, b in zip(held, expected, strict=True))

@@ -96,6 +96,13 @@ class Prefetcher:
             self._slots.predicted[other.predicted] = True
         return outlook.experts
 
+    def give_up(self, expert: int) -> None:
+        """Nothing is wished for an expert any more."""
+        for outlook in self._outlooks.values():
+            outlook.wishes = [wish for wish in outlook.wishes if wish.expert != expert]
+            outlook.predicted = [other for other in outlook.predicted if other != expert]
+        self._slots.predicted[expert] = False
+
     # ---- copies ----
 
     def next(self, now_ns: int) -> Wish | None:

@@ -68,6 +68,7 @@ class Residency:
         self.errors: dict[int, Exception] = {}  # demanded, and failed
         self.copied = Copied()
         self.flying = 0  # copies that the copier has under way
+        self.absent: set[int] = set()  # experts that are not in host memory either: nothing may be wished for them
         self._last_ns = 0
         self._told = (0, 0, 0)
         self._closed = False
@@ -83,6 +84,8 @@ class Residency:
     def hint(self, key: Key, numbers: list[int], hint: ExpertHint) -> bool:
         """Takes a hint about experts of these numbers; False when it is stale."""
         with self.changed:
+            if not self.absent.isdisjoint(numbers):
+                return False
             busy, now = len(self.demanded) + self.flying, perf_counter_ns()
             taken = self.prefetcher.hint(key, numbers, hint.probabilities.tolist(), now, hint.window_ns, busy)
             if taken:
@@ -95,6 +98,24 @@ class Residency:
             now = self.slots.wasted * self.expert_bytes, self.copied.bytes, self.copied.ns
             told, self._told = self._told, now
         return now[0] - told[0], now[1] - told[1], now[2] - told[2]
+
+    # ---- experts that come and go ----
+
+    def admit(self, expert: int) -> None:
+        """It is in host memory now."""
+        with self.changed:
+            self.absent.discard(expert)
+
+    def forget(self, expert: int) -> None:
+        """It will leave host memory: gives up what is wished for it and empties its slot, after a copy under way. Between calls."""
+        with self.changed:
+            self.absent.add(expert)
+            self.prefetcher.give_up(expert)
+            self.later = [other for other in self.later if other != expert]
+            while self.slots.slot_of[expert] != NOWHERE and not self.slots.is_ready(expert):
+                self.changed.wait()
+            if self.slots.slot_of[expert] != NOWHERE:
+                self.slots.drop(expert)
 
     # ---- copying ----
 

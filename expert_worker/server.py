@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 import grpc
 
-from expert_worker.core import Core, shard_pairs
+from expert_worker.core import Core
 from expert_worker.hinting import from_message
 from expert_worker.placer import Placer
 from forefetch import rpc, shm, wire
@@ -104,6 +104,8 @@ class ExpertService:
     ) -> expert_pb2.ExpertServiceDescribeResponse:
         """What this worker is and holds."""
         info = self._loaded().info
+        if self.placer is not None and request.router:
+            self.placer.acknowledge(request.router, request.generation)
         return expert_pb2.ExpertServiceDescribeResponse(
             model_digest=info.model_digest,
             model=info.model,
@@ -119,8 +121,8 @@ class ExpertService:
             version=info.version,
             expert_format=info.expert_format,
             generation=info.generation,
-            held_shards=info.held_shards,
             capacity=info.capacity,
+            row_pairs=info.row_pairs,
         )
 
     @rpc.sync_handler
@@ -129,7 +131,8 @@ class ExpertService:
         self._loaded()
         if self.placer is None:
             raise Mismatch("this worker holds a fixed shard; start it with --placed to have it told")
-        return expert_pb2.PlaceResponse(shards=self.placer.command(request.epoch, request.planner, request.shards))
+        wanted = [(one.layer, expert) for one in request.experts for expert in one.experts]
+        return expert_pb2.PlaceResponse(missing=self.placer.command(request.epoch, request.planner, wanted))
 
     @rpc.sync_handler
     def get_stats(
@@ -147,13 +150,13 @@ class ExpertService:
                 setattr(stats, name, getattr(core, name))
             for name, value in core.verified._asdict().items():
                 setattr(stats, name, value)
-            info, evaluator = core.state
+            evaluator = core.experts
             stats.copies_failed = evaluator.copied.failed
             stats.weight_bytes = evaluator.weight_bytes
-            stats.shard_pairs.update(shard_pairs(info, evaluator))
-            pairs = iter(evaluator.load.ravel().tolist())
-            for layer, experts in info.layers.items():
-                stats.load.add(layer=layer, experts=experts, pairs=[next(pairs) for _ in experts])
+            for layer, experts in core.info.layers.items():
+                stats.load.add(layer=layer, experts=experts, pairs=evaluator.pairs_of(layer, experts))
+            if self.placer is not None:
+                stats.experts_loaded, stats.experts_unloaded = self.placer.loaded, self.placer.unloaded
         return stats
 
     @rpc.sync_handler

@@ -74,13 +74,13 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("disk", "vault", "session_log", "session_rows", "operators"),
         *("kv", "handover", "lane", "replicas", "prefix", "naming", "sessions", "live"),
         *("host", "pool", "convert", "residency", "visit"),
-        *("composite", "loading", "placer", "discovery", "kubernetes_api", "reconciler"),
+        *("evaluator", "loading", "placer", "discovery", "kubernetes_api", "reconciler"),
     ),
     "config": ("config", "discovery_config"),
     "pure": (
         *("__init__", "scheduler", "pages", "admission", "slots", "store", "store_sessions", "keys", "outbox", "intake"),
         *("store_order", "store_room", "parts", "labels"),
-        *("segments", "cost", "journal", "prefetch", "misses", "forecast"),
+        *("segments", "cost", "journal", "prefetch", "misses", "forecast", "shelf", "retiring"),
         *("endpoints", "election", "planner"),
     ),
 }
