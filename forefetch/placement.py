@@ -1,15 +1,16 @@
 """Which worker holds which experts: equal shards, or a plan made from measured load. Pure.
 
-A plan gives every worker the same number of places in each layer. Places beyond one for each expert go to replicas: again and
-again to the expert with the highest load per replica. Then replicas are packed, heaviest first, each onto the worker with the
-least load so far that has a place left and not the same expert already.
+Places beyond one for each expert go to replicas: again and again to the expert with the highest load per replica. Then replicas
+are packed, heaviest first, each onto the worker with the least load so far that has a place left and not the same expert already.
+`plan` makes a file of it, with as many places on every worker; `router_service/planner.py` does the same while workers run, where
+an expert stays with who holds it as long as that is even enough.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,9 @@ from forefetch.errors import ConfigError
 
 Shard = dict[int, tuple[int, ...]]
 """MoE layer -> the experts of it that a worker holds, ascending."""
+
+SLACK = 0.15
+"""A holder keeps an expert while its load stays within this share of the fair one: a move costs reading the expert again."""
 
 _KEY, _VERSION = "forefetch placement", 1
 
@@ -47,43 +51,66 @@ def plan(loads: Mapping[int, Sequence[float]], workers: int, extra: int = 0) -> 
             raise ConfigError(f"--workers: {workers} workers for {len(load)} experts of a layer cannot be")
         if extra < 0 or places > len(load):
             raise ConfigError(f"--extra: {places} places on each worker for {len(load)} experts cannot be")
-        for shard, held in zip(shards, _pack(load, _copies(load, workers, places), workers, places), strict=True):
+        packed = pack(load, copies_of(load, workers, workers * places), [places] * workers)
+        for shard, held in zip(shards, packed, strict=True):
             shard[layer] = tuple(sorted(held))
     return shards
 
 
-def _copies(load: Sequence[float], workers: int, places: int) -> list[int]:
-    """Replicas of each expert: at least one, at most one on each worker, all places used if there are enough experts."""
-    copies = [1] * len(load)
-    for _ in range(workers * places - len(load)):
-        growing = [expert for expert in range(len(load)) if copies[expert] < workers]
+def copies_of(load: Sequence[float], workers: int, places: int, least: int = 1) -> list[int]:
+    """Replicas of each expert of a layer: `least` of each as far as `places` in all go, the heaviest first; what is left goes to the
+    highest load per replica. At most one on each worker."""
+    order = sorted(range(len(load)), key=lambda expert: (-load[expert], expert))
+    copies = [0] * len(load)
+    for expert in order * min(least, workers):
+        copies[expert] += places > 0
+        places -= 1
+    for _ in range(places):
+        growing = [expert for expert in order if 0 < copies[expert] < workers]
         if not growing:
             break
         copies[max(growing, key=lambda expert: (load[expert] / copies[expert], -expert))] += 1
     return copies
 
 
-def _pack(load: Sequence[float], copies: Sequence[int], workers: int, places: int) -> list[set[int]]:
-    held: list[set[int]] = [set() for _ in range(workers)]
-    carried = [0.0] * workers
-    for expert in sorted(range(len(load)), key=lambda expert: (-load[expert] / copies[expert], expert)):
+def pack(
+    load: Sequence[float], copies: Sequence[int], rooms: Sequence[int], now: Sequence[Collection[int]] = ()
+) -> list[set[int]]:
+    """The experts of a layer for each worker. rooms: places of each. now: what each holds, and keeps if that is even enough."""
+    now = now or [()] * len(rooms)
+    held: list[set[int]] = [set() for _ in rooms]
+    carried = [0.0] * len(rooms)
+    fair = sum(load) / max(len(rooms), 1) * (1 + SLACK)
+    for expert in sorted(range(len(load)), key=lambda expert: (-load[expert] / max(copies[expert], 1), expert)):
+        share = load[expert] / max(copies[expert], 1)
         for _ in range(copies[expert]):
-            free = [worker for worker in range(workers) if len(held[worker]) < places and expert not in held[worker]]
+            free = [w for w, each in enumerate(held) if len(each) < rooms[w] and expert not in each]
             if not free:
-                _make_room(held, carried, load, copies, expert, places)
+                _make_room(held, carried, load, copies, expert, rooms)
                 continue
-            worker = min(free, key=lambda worker: (carried[worker], worker))
+            keeping = [worker for worker in free if expert in now[worker] and carried[worker] + share <= fair]
+            worker = min(keeping or free, key=lambda worker: (carried[worker], expert not in now[worker], worker))
             held[worker].add(expert)
-            carried[worker] += load[expert] / copies[expert]
+            carried[worker] += share
     return held
 
 
 def _make_room(
-    held: list[set[int]], carried: list[float], load: Sequence[float], copies: Sequence[int], expert: int, places: int
+    held: list[set[int]],
+    carried: list[float],
+    load: Sequence[float],
+    copies: Sequence[int],
+    expert: int,
+    rooms: Sequence[int],
 ) -> None:
-    """All workers with a place left hold `expert` already: one of them takes an expert over from one that does not."""
-    taker = next(worker for worker, each in enumerate(held) if len(each) < places)
-    giver = min((w for w, each in enumerate(held) if expert not in each), key=lambda w: (carried[w], w))
+    """All workers with a place left hold `expert` already: one of them takes an expert over from one that does not. Where none can,
+    the replica goes without."""
+    takers = [worker for worker, each in enumerate(held) if len(each) < rooms[worker]]
+    givers = [worker for worker, each in enumerate(held) if expert not in each and rooms[worker]]
+    pairs = [(giver, taker) for giver in givers for taker in takers[:1] if held[giver] - held[taker]]
+    if not pairs:
+        return
+    giver, taker = min(pairs, key=lambda pair: (carried[pair[0]], pair[0]))
     moved = min(held[giver] - held[taker], key=lambda other: (load[other] / copies[other], other))
     held[giver].remove(moved)
     held[taker].add(moved)

@@ -1,6 +1,6 @@
 """Follows the workers of a Service, keeps the router's table up to date, and stands for election as planner.
 
-Three threads: one lists and watches, one asks workers whether they hold something else by now, one minds the Lease and, while
+Three threads: one lists and watches, one asks workers what they hold by now, one minds the Lease and, while
 this router leads, the placement. None of them is needed for a step: without them the table stays as it is.
 """
 
@@ -12,6 +12,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -166,8 +167,16 @@ class Discovery:
         election = Election(identity, lease_s, renew_s=lease_s / 4, margin_s=lease_s / 5)
         self.informer = Informer(api, service, config.kube_timeout_s, self._take)
         self.elector = Elector(api, f"{service}-planner", election)
-        how = {"copies": config.expert_copies, "rebalance_s": config.rebalance_s}
-        self.reconciler = Reconciler(self.control, planner=identity, **how)  # type: ignore[arg-type]
+        self._identity = identity
+        self.reconciler = Reconciler(
+            self.control,
+            workers.spec.moe_layers,
+            workers.spec.num_experts,
+            copies=config.expert_copies,
+            extra=config.expert_extra,
+            rebalance_s=config.rebalance_s,
+            planner=identity,
+        )
         for name, body in (("informer", self.informer.follow), ("holdings", self._look), ("planner", self._plan)):
             threading.Thread(target=body, name=name, daemon=True).start()
 
@@ -187,18 +196,19 @@ class Discovery:
             return self._controls[address]
 
     def _look(self) -> None:
-        """Has the link to a worker made again when it holds something else than that link knows."""
+        """Has the table follow what workers hold, and tells them which generation of that it goes by."""
         while not self._stopped.wait(LOOK_S):
             for worker in self._workers.known:
                 link = worker.link
                 if link is None or not link.info.capacity:
                     continue
+                known = link.info
                 try:
-                    info = self.control(worker.address).describe()
+                    held = self.control(worker.address).holdings(self._identity, known.generation)
                 except ForefetchError:
                     continue  # the link itself notices when a worker is gone
-                if (info.instance_id, info.generation) != (link.info.instance_id, link.info.generation):
-                    self._workers.renew(worker)
+                if held.instance_id == known.instance_id and held.generation > known.generation:
+                    self._workers.holds(link, replace(known, layers=held.layers, generation=held.generation))
 
     def _plan(self) -> None:
         election = self.elector.election

@@ -23,7 +23,12 @@ class DiscoveryConfig(ServiceConfig):
     expert_copies: int = setting(
         1,
         """Workers that should hold each expert. 2: a worker may go without a pause. Fewer where there are fewer workers or
-        their --max-shards does not allow it; experts that are used most get more.""",
+        their --max-experts does not allow it; experts that are used most get more.""",
+    )
+    expert_extra: int = setting(
+        0,
+        """Places on each worker and layer for more holders of the experts that are used most, which then share their rows. An
+        expert that is used more than a worker's fair share gets more holders in any case.""",
     )
     rebalance_s: float = setting(
         60.0,
@@ -48,8 +53,9 @@ class DiscoveryConfig(ServiceConfig):
         for name in ("lease_s", "kube_timeout_s"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be at least 1")
-        if self.rebalance_s < 0:
-            raise ConfigError("--rebalance-s: must not be negative")
+        for name in ("rebalance_s", "expert_extra"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')}: must not be negative")
 
 
 def service_of(workers: str) -> tuple[str, str] | None:

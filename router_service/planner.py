@@ -1,8 +1,7 @@
-"""Which worker should hold which shards of the experts, and the next safe move towards it. Pure.
+"""Which worker should hold which experts, and the next safe move towards it. Pure.
 
-Greedy: heaviest shard first, to a worker that already holds it if that one is not too full already, else to the least loaded
-one. A shard that is heavier than a worker's fair share gets several holders. Staying put is worth `SLACK` of imbalance, since a
-move costs the load of a shard.
+Layer by layer, since every layer waits for its busiest worker: `forefetch/placement.py` says how many holders each expert gets and
+packs them. An expert that is heavier than a worker's fair share gets several holders by itself.
 """
 
 from __future__ import annotations
@@ -11,73 +10,85 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-SLACK = 0.15
-"""A holder keeps a shard while its load stays within this share of the fair one."""
+from forefetch.placement import SLACK, copies_of, pack
 
-Placement = dict[str, frozenset[int]]
+Unit = tuple[int, int]
+"""(layer, expert)."""
+Loads = Mapping[int, Sequence[float]]
+"""MoE layer -> load of each expert, in any unit; all equal (also all zero) means no preference."""
+Placement = dict[str, frozenset[Unit]]
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A worker: the shards it serves now, how many it may hold, and whether it is about to go."""
+    """A worker: the experts it serves now, how many it may hold, and whether it is about to go."""
 
-    held: frozenset[int]
+    held: frozenset[Unit]
     capacity: int
     leaving: bool = False
 
 
-def plan(holders: Mapping[str, Holder], loads: Sequence[float], copies: int = 1) -> Placement:
-    """Worker -> shards it should hold. loads: one per shard, in any unit; all equal (also all zero) means no preference.
+def plan(holders: Mapping[str, Holder], loads: Loads, copies: int = 1, extra: int = 0) -> Placement:
+    """Worker -> experts it should hold.
 
-    Each shard gets at least `copies` holders, or as many as there are workers. With too little capacity the lightest shards go
-    without. Workers that leave are given nothing.
+    Each expert gets at least `copies` holders, or as many as there are workers; with `extra`, so many places per layer and worker go
+    to more holders of the hottest. With too little capacity, which is shared out evenly over layers, replicas and then the least used
+    go without. Workers that leave are given nothing.
     """
     staying = {name: holder for name, holder in sorted(holders.items()) if not holder.leaving}
-    if not staying:
+    if not staying or not loads:
         return {}
-    floor = max(loads, default=0.0) / 100 or 1.0  # a shard that nobody used lately still has to lie somewhere
-    weights = [max(load, floor) for load in loads]
-    fair = sum(weights) / len(staying)
-    target: dict[str, set[int]] = {name: set() for name in staying}
-    filled = dict.fromkeys(staying, 0.0)
-    for round_ in range(len(staying)):  # every shard once before any gets a second holder
-        for shard in sorted(range(len(weights)), key=lambda s: (-weights[s], s)):
-            wanted = min(len(staying), max(copies, ceil(weights[shard] / fair - SLACK)))
-            if round_ < wanted:
-                weight = weights[shard] / wanted
-                name = _choose(shard, weight, staying, target, filled, fair)
-                if name is not None:
-                    target[name].add(shard)
-                    filled[name] += weight
-    return {name: frozenset(shards) for name, shards in target.items()}
+    target: dict[str, set[Unit]] = {name: set() for name in staying}
+    held = {name: _by_layer(holder.held) for name, holder in staying.items()}
+    for place, (layer, load) in enumerate(sorted(loads.items())):
+        floor = max(load, default=0.0) / 100 or 1.0  # an expert that nobody used lately still has to lie somewhere
+        rooms = [_room(holder.capacity, place, len(loads)) for holder in staying.values()]
+        now = [held[name].get(layer, set()) for name in staying]
+        packed = _layer([max(one, floor) for one in load], rooms, now, copies, extra)
+        for name, experts in zip(target, packed, strict=True):
+            target[name] |= {(layer, expert) for expert in experts}
+    return {name: frozenset(experts) for name, experts in target.items()}
 
 
-def _choose(
-    shard: int,
-    weight: float,
-    staying: Mapping[str, Holder],
-    target: Mapping[str, set[int]],
-    filled: Mapping[str, float],
-    fair: float,
-) -> str | None:
-    free = [name for name, holder in staying.items() if shard not in target[name] and len(target[name]) < holder.capacity]
-    if not free:
-        return None
-    keepers = [name for name in free if shard in staying[name].held and filled[name] + weight <= fair * (1 + SLACK)]
-    return min(keepers or free, key=lambda name: (filled[name], shard not in staying[name].held, name))
+def _by_layer(held: frozenset[Unit]) -> dict[int, set[int]]:
+    layers: dict[int, set[int]] = {}
+    for layer, expert in held:
+        layers.setdefault(layer, set()).add(expert)
+    return layers
+
+
+def _room(capacity: int, place: int, layers: int) -> int:
+    """Places of a worker for the layer at `place`."""
+    return capacity // layers + (place < capacity % layers)
+
+
+def _layer(
+    weights: Sequence[float], rooms: Sequence[int], now: Sequence[set[int]], copies: int, extra: int
+) -> list[set[int]]:
+    workers, room = len(rooms), sum(rooms)
+    wanted = len(weights) * min(copies, workers) + extra * workers
+    counts = copies_of(weights, workers, min(room, wanted), copies)
+    fair, left = sum(weights) / workers, room - sum(counts)
+    for expert in sorted(range(len(weights)), key=lambda expert: -weights[expert]):
+        more = min(workers, ceil(weights[expert] / fair - SLACK)) - counts[expert]
+        if more <= 0 or left <= 0:
+            continue
+        counts[expert] += min(more, left)
+        left -= min(more, left)
+    return pack(weights, counts, rooms, now)
 
 
 def moves(holders: Mapping[str, Holder], target: Placement) -> Placement:
-    """The next command of each worker that needs one: the exact shards it is to hold.
+    """The next command of each worker that needs one: the exact experts it is to hold.
 
     First everybody loads what is missing. Only when nothing is missing any more do workers unload, and only what a worker whose
     it is to be serves already. A worker that leaves is not commanded: it goes by itself.
     """
-    known = {name: shards for name, shards in target.items() if name in holders}
-    lacking = {name: shards for name, shards in known.items() if shards - holders[name].held}
+    known = {name: experts for name, experts in target.items() if name in holders}
+    lacking = {name: experts for name, experts in known.items() if experts - holders[name].held}
     if lacking:
         grown = {name: _grow(name, holders, target) for name in lacking}
-        return {name: shards for name, shards in grown.items() if shards != holders[name].held}
+        return {name: experts for name, experts in grown.items() if experts != holders[name].held}
     commands: Placement = {}
     for name in known:
         safe = _spare(name, holders, target)
@@ -86,14 +97,16 @@ def moves(holders: Mapping[str, Holder], target: Placement) -> Placement:
     return commands
 
 
-def _spare(name: str, holders: Mapping[str, Holder], target: Placement) -> frozenset[int]:
+def _spare(name: str, holders: Mapping[str, Holder], target: Placement) -> frozenset[Unit]:
     """What a worker may unload: not its own to be, and served by one whose it is to be."""
-    kept = [shards & holders[other].held for other, shards in target.items() if other != name and other in holders]
-    extra = holders[name].held - target.get(name, frozenset())
-    return frozenset(shard for shard in extra if any(shard in shards for shards in kept))
+    kept: set[Unit] = set()
+    for other, experts in target.items():
+        if other != name and other in holders:
+            kept |= experts & holders[other].held
+    return (holders[name].held - target.get(name, frozenset())) & kept
 
 
-def _grow(name: str, holders: Mapping[str, Holder], target: Placement) -> frozenset[int]:
+def _grow(name: str, holders: Mapping[str, Holder], target: Placement) -> frozenset[Unit]:
     """What it holds and what it should; where both are too much, what it may spare goes, and what has no room waits."""
     holder, spare = holders[name], _spare(name, holders, target)
     keep = holder.held - spare
@@ -102,12 +115,21 @@ def _grow(name: str, holders: Mapping[str, Holder], target: Placement) -> frozen
     return keep | frozenset(wanted) | frozenset(sorted(spare)[: max(0, room)])
 
 
-def imbalance(holders: Mapping[str, Holder], loads: Sequence[float]) -> float:
-    """The busiest worker's load over the mean; 1 is even. A shard's load is spread over those that hold it."""
+def imbalance(holders: Mapping[str, Holder], loads: Loads) -> float:
+    """How long layers take over how long they would if workers shared their loads evenly; 1 is even. An expert's load is spread over
+    those that hold it."""
     staying = [holder for holder in holders.values() if not holder.leaving]
-    total = sum(loads)
+    total = sum(map(sum, loads.values()))
     if not staying or total <= 0:
         return 1.0
-    counts = [sum(shard in holder.held for holder in staying) or 1 for shard in range(len(loads))]
-    busiest = max(sum(loads[shard] / counts[shard] for shard in holder.held) for holder in staying)
-    return busiest * len(staying) / total
+    counts: dict[Unit, int] = {}
+    for holder in staying:
+        for unit in holder.held:
+            counts[unit] = counts.get(unit, 0) + 1
+    busiest = dict.fromkeys(loads, 0.0)
+    for holder in staying:
+        mine = dict.fromkeys(loads, 0.0)
+        for layer, expert in holder.held:
+            mine[layer] += loads[layer][expert] / counts[layer, expert]
+        busiest = {layer: max(most, mine[layer]) for layer, most in busiest.items()}
+    return sum(busiest.values()) * len(staying) / total

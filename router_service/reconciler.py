@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from expert_worker.client import Control, Holdings
 from forefetch.errors import ForefetchError, StaleEpoch
 from router_service import planner
 from router_service.endpoints import Endpoint
-from router_service.planner import Holder, Placement
+from router_service.planner import Holder, Placement, Unit
 
 log = logging.getLogger("forefetch.router.planner")
 
@@ -18,45 +21,59 @@ SETTLE_S = 2.0
 UNEVEN = 1.5
 """The busiest worker's load over the mean that is worth moving experts for."""
 MEMORY = 0.98
-"""Of a shard's load, what is remembered from one turn to the next: at a turn a second, half is forgotten in half a minute."""
+"""Of an expert's load, what is remembered from one turn to the next: at a turn a second, half is forgotten in half a minute."""
+LEAST = 20
+"""Pairs per expert, in the mean, below which nothing is called uneven: a few tokens say little."""
 
 
 class Reconciler:
-    """One per router; acts while that one leads. `control(address)` gives the connection to a worker."""
+    """One per router; acts while that one leads. `control(address)` gives the connection to a worker.
 
-    def __init__(self, control: Callable[[str], Control], *, copies: int, rebalance_s: float, planner: str) -> None:
-        self._control, self._copies, self._rebalance_s, self._planner = control, copies, rebalance_s, planner
+    layers: the model's MoE layers. experts: of each. copies, extra: see `planner.plan`."""
+
+    def __init__(
+        self,
+        control: Callable[[str], Control],
+        layers: Sequence[int],
+        experts: int,
+        *,
+        copies: int,
+        extra: int,
+        rebalance_s: float,
+        planner: str,
+    ) -> None:
+        self._control, self._layers, self._rebalance_s, self._planner = control, tuple(layers), rebalance_s, planner
+        self._copies, self._extra = copies, extra
         self._members: frozenset[str] = frozenset()
         self._since = 0.0  # when the members last changed
         self._target: Placement | None = None
         self._planned_at = 0.0
-        self._loads: list[float] = []
-        self._counted: dict[tuple[str, int], int] = {}
+        self._loads: npt.NDArray[np.float64] = np.zeros((len(layers), experts))
+        self._counted: dict[str, npt.NDArray[np.float64]] = {}  # by worker, as it last said; -1 where it did not
         self._said: Placement = {}
 
     def turn(self, endpoints: Sequence[Endpoint], epoch: int, now: float, *, leads: bool, away: bool = False) -> bool:
         """One look and what follows from it. False when a worker knows a later planner than us.
 
-        away: the API server cannot be asked, so a leader cannot stay one. It goes on to have lost shards loaded again, by its
+        away: the API server cannot be asked, so a leader cannot stay one. It goes on to have lost experts loaded again, by its
         last plan and under its epoch, which a worker that heard of a later planner refuses; it plans and unloads nothing."""
         if not leads and not (away and self._target):
             self._target, self._members = None, frozenset()
             return True
-        holdings = self._ask(endpoints)
-        placed = {address: held for address, held in holdings.items() if held.capacity}
+        placed = {address: held for address, held in self._ask(endpoints).items() if held.capacity}
         if not placed:
             return True
         leaving = {endpoint.address for endpoint in endpoints if endpoint.leaving}
-        holders = {a: Holder(frozenset(h.shards), h.capacity, a in leaving) for a, h in placed.items()}
-        self._count(placed)
+        holders = {address: Holder(_units(held), held.capacity, address in leaving) for address, held in placed.items()}
         if leads:
+            self._count(placed)
             self._replan(holders, now)
         if self._target is None:
             return True
         commands = planner.moves(holders, self._target)
         if not leads:
-            commands = {name: shards for name, shards in commands.items() if shards > holders[name].held}
-        taken = [self._tell(address, shards, epoch) for address, shards in commands.items()]
+            commands = {name: experts for name, experts in commands.items() if experts > holders[name].held}
+        taken = [self._tell(address, experts, epoch) for address, experts in commands.items()]
         return all(taken)
 
     def _ask(self, endpoints: Sequence[Endpoint]) -> dict[str, Holdings]:
@@ -69,18 +86,29 @@ class Reconciler:
                 log.debug("worker %s does not say what it holds: %s", endpoint.address, error)
         return found
 
-    def _count(self, placed: dict[str, Holdings]) -> None:
-        """Pairs since the last turn, by shard, over all workers; older ones fade."""
-        shards = max(held.of for held in placed.values())
-        loads = [0.0] * shards
-        counted: dict[tuple[str, int], int] = {}
-        for address, held in placed.items():
-            for shard, pairs in held.pairs.items():
-                before = self._counted.get((address, shard), pairs)
-                loads[shard] += pairs - before if pairs >= before else pairs  # it counts from zero when it was loaded again
-                counted[address, shard] = pairs
-        old = self._loads if len(self._loads) == shards else [0.0] * shards
-        self._loads, self._counted = [MEMORY * a + b for a, b in zip(old, loads, strict=True)], counted
+    def _count(self, placed: Mapping[str, Holdings]) -> None:
+        """Pairs since the last turn, by expert, over all workers; older ones fade."""
+        self._loads *= MEMORY
+        counted: dict[str, npt.NDArray[np.float64]] = {}
+        for address in placed:
+            now, before = self._pairs(address), self._counted.get(address)
+            if now is None:
+                continue
+            counted[address] = now
+            if before is not None:
+                since = np.where(now >= before, now - before, now)  # one that was started again counts from zero
+                self._loads += np.where((now >= 0) & (before >= 0), since, 0)
+        self._counted = counted
+
+    def _pairs(self, address: str) -> npt.NDArray[np.float64] | None:
+        """[L, E] as a worker counts them, -1 where it names no expert."""
+        pairs = np.full(self._loads.shape, -1.0)
+        try:
+            for layer, experts in self._control(address).pairs().items():
+                pairs[self._layers.index(layer), list(experts)] = list(experts.values())
+        except ForefetchError:
+            return None
+        return pairs
 
     def _replan(self, holders: dict[str, Holder], now: float) -> None:
         """Plans when the workers are others than those planned for, or are used unevenly; not while they come and go."""
@@ -91,19 +119,26 @@ class Reconciler:
             return
         if self._target is not None and members == frozenset(self._target) and not self._uneven(holders, now):
             return
-        self._target, self._planned_at = planner.plan(holders, self._loads, self._copies), now
-        for name, shards in self._target.items():
-            log.info("plan: %s to hold %s", name, sorted(shards))
+        self._target, self._planned_at = planner.plan(holders, self._by_layer(), self._copies, self._extra), now
+        for name, experts in self._target.items():
+            held = holders[name].held
+            log.info("plan: %s to hold %d experts, %d of them new", name, len(experts), len(experts - held))
+
+    def _by_layer(self) -> planner.Loads:
+        return dict(zip(self._layers, self._loads.tolist(), strict=True))
 
     def _uneven(self, holders: dict[str, Holder], now: float) -> bool:
         due = self._rebalance_s > 0 and now - self._planned_at >= self._rebalance_s
-        return due and planner.imbalance(holders, self._loads) > UNEVEN
+        return due and bool(self._loads.mean() >= LEAST) and planner.imbalance(holders, self._by_layer()) > UNEVEN
 
-    def _tell(self, address: str, shards: frozenset[int], epoch: int) -> bool:
-        if self._said.get(address) != shards:
-            log.info("worker %s: hold %s", address, sorted(shards))
+    def _tell(self, address: str, experts: frozenset[Unit], epoch: int) -> bool:
+        if self._said.get(address) != experts:
+            log.info("worker %s: hold %d experts", address, len(experts))
+        layers: dict[int, list[int]] = {}
+        for layer, expert in sorted(experts):
+            layers.setdefault(layer, []).append(expert)
         try:
-            self._control(address).place(epoch, self._planner, sorted(shards))
+            self._control(address).place(epoch, self._planner, layers)
         except StaleEpoch as error:
             log.warning("another router plans: %s", error)
             self._target = None
@@ -111,5 +146,9 @@ class Reconciler:
         except ForefetchError as error:
             log.warning("worker %s did not take a command: %s", address, error)
             return True
-        self._said[address] = shards
+        self._said[address] = experts
         return True
+
+
+def _units(held: Holdings) -> frozenset[Unit]:
+    return frozenset((layer, expert) for layer, experts in held.layers.items() for expert in experts)

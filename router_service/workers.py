@@ -1,8 +1,8 @@
 """The table of expert workers: who is connected, who holds which expert, and bringing a lost one back.
 
 The engine's thread owns the table. Connecting happens on a thread per lost worker, which leaves its result to be picked up
-by `refresh` between two steps; so a link is only ever used, and replaced, by the engine's thread. `want` and `renew`, called by
-whoever follows the cluster, leave their wishes in the same way.
+by `refresh` between two steps; so a link is only ever used, and replaced, by the engine's thread. `want` and `holds`, called by
+whoever follows the cluster, leave their news in the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from expert_worker.client import Link
+from expert_worker.client import Link, WorkerInfo
 from forefetch.errors import ForefetchError, Mismatch, Unavailable
 from forefetch.spec import ModelSpec
 from router_service.endpoints import Endpoint
@@ -79,6 +79,7 @@ class Workers:
         self.names = Names(self.rows)
         self._wanted: deque[Sequence[Endpoint]] = deque(maxlen=1)  # left by another thread
         self._roster: Sequence[Endpoint] = ()  # what was last wanted
+        self._told: deque[tuple[Link, WorkerInfo]] = deque()  # left by another thread: what workers hold by now
         self._freed = False  # a row was: somebody of the roster may be waiting for it
         self._fixed = not free
         # [R, L, E] -> worker: row t's pair with expert e goes to owners[(t + e) % R], so that replicas share the rows of a
@@ -110,9 +111,11 @@ class Workers:
         self._news.set()
         self.changed()
 
-    def renew(self, worker: Worker) -> None:
-        """Makes another link to a worker that holds something else now; it replaces the old one between steps. Any thread."""
-        self._start_connecting(worker)
+    def holds(self, link: Link, info: WorkerInfo) -> None:
+        """The worker behind this link holds something else now: from the next step on the table goes by that. Any thread."""
+        self._told.append((link, info))
+        self._news.set()
+        self.changed()
 
     @property
     def complete(self) -> bool:
@@ -142,6 +145,11 @@ class Workers:
             self._freed = False
             self._roster = self._wanted.popleft() if self._wanted else self._roster
             self._take_over({endpoint.address: endpoint for endpoint in self._roster})
+        if self._told:
+            while self._told:
+                link, info = self._told.popleft()
+                link.info = info  # of no effect where the link was given up meanwhile
+            self._assign()
         for worker in self.rows:
             if worker.leaving and worker.link is not None and not worker.link.alive:
                 self.lost(worker.index, "it has left")  # no step would notice: its experts are elsewhere
@@ -173,13 +181,12 @@ class Workers:
         worker.address, worker.reason, worker.pairs, worker.calls = "", "not connected yet", 0, 0
 
     def _replace(self, worker: Worker, link: Link) -> None:
-        """Takes a link into use; one that was there knew less of what the worker holds."""
-        if worker.link is None:
-            worker.reconnects += 1
-            log.info("worker %s is connected over %s", worker.address, link.kind)
-        else:
+        """Takes a link into use."""
+        if worker.link is not None:  # of a connecting thread that came too late
             worker.hints_dropped += worker.link.hints_dropped
             worker.link.close()
+        worker.reconnects += 1
+        log.info("worker %s is connected over %s", worker.address, link.kind)
         worker.link, worker.reason = link, ""
 
     def sweep(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -9,34 +10,45 @@ import pytest
 from expert_worker.control import Holdings
 from forefetch.errors import StaleEpoch, Unavailable
 from router_service.endpoints import Endpoint
-from router_service.reconciler import SETTLE_S, Reconciler
+from router_service.planner import Unit
+from router_service.reconciler import LEAST, SETTLE_S, Reconciler
 
-SHARDS = 8
+LAYERS, EXPERTS = (1, 3), 8
+ALL = {(layer, expert) for layer in LAYERS for expert in range(EXPERTS)}
 
 
 class ScriptedWorker:
     """Holds what it is told at once, unless it is `slow`; refuses epochs below the highest."""
 
     def __init__(self) -> None:
-        self.shards: frozenset[int] = frozenset()
-        self.wanted: frozenset[int] = frozenset()
-        self.pairs: dict[int, int] = {}
-        self.epoch, self.slow, self.away, self.capacity = 0, False, False, SHARDS
+        self.experts: set[Unit] = set()
+        self.wanted: set[Unit] = set()
+        self.counts: dict[Unit, int] = {}
+        self.epoch, self.slow, self.away, self.capacity = 0, False, False, 2 * len(ALL)
 
     def holdings(self) -> Holdings:
         if self.away:
             raise Unavailable("gone")
         if not self.slow:
-            self.shards = self.wanted
-        pairs = {shard: self.pairs.get(shard, 0) for shard in self.shards}
-        return Holdings(tuple(sorted(self.shards)), SHARDS, self.capacity, pairs)
+            self.experts = set(self.wanted)
+        layers = {layer: tuple(e for at, e in sorted(self.experts) if at == layer) for layer in LAYERS}
+        return Holdings("w", 0, layers, self.capacity)
 
-    def place(self, epoch: int, planner: str, shards: Any) -> None:
+    def pairs(self) -> dict[int, dict[int, int]]:
+        if self.away:
+            raise Unavailable("gone")
+        found: dict[int, dict[int, int]] = {layer: {} for layer in LAYERS}
+        for layer, expert in self.experts:
+            found[layer][expert] = self.counts.get((layer, expert), 0)
+        return found
+
+    def place(self, epoch: int, planner: str, layers: Mapping[int, Sequence[int]]) -> None:
         if self.away:
             raise Unavailable("gone")
         if epoch < self.epoch:
             raise StaleEpoch("over")
-        self.epoch, self.wanted = epoch, frozenset(shards)
+        self.epoch = epoch
+        self.wanted = {(layer, expert) for layer, experts in layers.items() for expert in experts}
 
     def close(self) -> None:
         pass
@@ -47,8 +59,8 @@ class World:
         self.workers = {name: ScriptedWorker() for name in ("a", "b")}
         self.endpoints = [Endpoint(name) for name in self.workers]
         self.now, self.epoch = 0.0, 1
-        settings = {"copies": 1, "rebalance_s": 60.0, "planner": "me", **more}
-        self.reconciler = Reconciler(lambda name: self.workers[name], **settings)  # type: ignore[arg-type,return-value]
+        settings = {"copies": 1, "extra": 0, "rebalance_s": 60.0, "planner": "me", **more}
+        self.reconciler = Reconciler(lambda name: self.workers[name], LAYERS, EXPERTS, **settings)  # type: ignore[arg-type,return-value]
 
     def turns(self, seconds: float, **how: Any) -> bool:
         known = True
@@ -57,13 +69,26 @@ class World:
             known = self.reconciler.turn(self.endpoints, self.epoch, self.now, **{"leads": True, **how}) and known
         return known
 
-    def held(self) -> dict[str, set[int]]:
-        return {name: set(worker.shards) for name, worker in self.workers.items()}
+    def held(self) -> dict[str, set[Unit]]:
+        return {name: set(worker.experts) for name, worker in self.workers.items()}
+
+    def holders(self, unit: Unit) -> set[str]:
+        return {name for name, experts in self.held().items() if unit in experts}
 
     def add(self, *names: str) -> None:
         for name in names:
             self.workers[name] = ScriptedWorker()
             self.endpoints.append(Endpoint(name))
+
+    def use(self, seconds: int, hot: Sequence[Unit], often: int = 1000, seldom: int = 100) -> None:
+        """Streams that use some experts more: replicas share what an expert gets."""
+        for _ in range(seconds):
+            for unit in ALL:
+                holders = self.holders(unit)
+                for name in holders:
+                    counts = self.workers[name].counts
+                    counts[unit] = counts.get(unit, 0) + (often if unit in hot else seldom) // len(holders)
+            self.turns(1)
 
 
 @pytest.fixture
@@ -75,9 +100,9 @@ def world() -> World:
 
 def test_empty_workers_are_given_everything(world: World) -> None:
     held = world.held()
-    assert held["a"] | held["b"] == set(range(SHARDS))
+    assert held["a"] | held["b"] == ALL
     assert held["a"].isdisjoint(held["b"])
-    assert len(held["a"]) == 4
+    assert len(held["a"]) == len(held["b"]) == len(ALL) // 2
 
 
 def test_nobody_is_told_anything_by_a_router_that_does_not_lead() -> None:
@@ -97,21 +122,21 @@ def test_a_new_worker_loads_before_the_old_one_unloads(world: World) -> None:
     world.turns(4)
     held = world.held()
     assert held["c"]
-    assert set().union(*held.values()) == set(range(SHARDS))
-    assert sum(map(len, held.values())) == SHARDS
+    assert set().union(*held.values()) == ALL
+    assert sum(map(len, held.values())) == len(ALL)
 
 
 def test_what_a_lost_worker_held_is_loaded_elsewhere(world: World) -> None:
     world.workers["b"].away = True
     world.turns(SETTLE_S + 4)
-    assert world.held()["a"] == set(range(SHARDS))
+    assert world.held()["a"] == ALL
 
 
 def test_a_worker_that_leaves_keeps_serving_until_others_do(world: World) -> None:
     before = world.held()["b"]
     world.endpoints[1] = Endpoint("b", leaving=True)
     world.turns(SETTLE_S + 4)
-    assert world.held() == {"a": set(range(SHARDS)), "b": before}
+    assert world.held() == {"a": ALL, "b": before}
 
 
 def test_a_blink_moves_nothing(world: World) -> None:
@@ -123,25 +148,45 @@ def test_a_blink_moves_nothing(world: World) -> None:
     assert world.held() == before
 
 
-def test_uneven_use_moves_experts_and_even_use_does_not(world: World) -> None:
+def test_one_hot_expert_gets_a_second_holder_and_no_other_moves(world: World) -> None:
+    """Only as much moves as evens things out, and there it stays."""
     before = world.held()
-    hot = sorted(before["a"])[:2]
-    for _ in range(200):
-        for worker in world.workers.values():
-            for shard in worker.shards:
-                worker.pairs[shard] = worker.pairs.get(shard, 0) + (1000 if shard in hot else 100)
-        world.turns(1)
+    hot = min(before["a"])
+    world.use(150, [hot], often=2400)
+    assert world.holders(hot) == {"a", "b"}, "it had three quarters of its layer's load"
+    moved = {unit for unit in ALL if world.holders(unit) != {name for name in "ab" if unit in before[name]}}
+    assert moved == {hot}
     held = world.held()
-    assert set().union(*held.values()) == set(range(SHARDS))
-    one, two = ({name for name, shards in held.items() if shard in shards} for shard in hot)
-    assert one != two or len(one) > 1, "the hot ones are on two workers now"
-    assert held != before
-    for _ in range(200):
-        for worker in world.workers.values():
-            for shard in worker.shards:
-                worker.pairs[shard] = worker.pairs.get(shard, 0) + (1000 if shard in hot else 100)
-        world.turns(1)
-    assert world.held() == held, "and there they stay"
+    world.use(150, [hot], often=2400)
+    assert world.held() == held
+
+
+def test_hot_experts_of_one_worker_are_parted_and_even_use_moves_nothing(world: World) -> None:
+    before = world.held()
+    world.use(150, [])
+    assert world.held() == before
+    hot = [unit for unit in sorted(before["a"]) if unit[0] == 1][:3]
+    world.use(150, hot)
+    assert {frozenset(world.holders(unit)) for unit in hot} != {frozenset("a")}
+    assert set().union(*world.held().values()) == ALL
+    other = {unit for unit in ALL if unit[0] == 3}
+    assert all(world.held()[name] & other == before[name] & other for name in "ab"), "the layer that is even stays"
+
+
+def test_a_few_tokens_say_nothing(world: World) -> None:
+    before = world.held()
+    hot = min(before["a"])
+    for unit in (hot,):
+        world.workers["a"].counts[unit] = LEAST * len(ALL) // 2
+    world.turns(150)
+    assert world.held() == before
+
+
+def test_a_worker_that_counts_from_zero_again_takes_no_load_back(world: World) -> None:
+    world.use(10, [])
+    world.workers["b"].counts.clear()  # it was started again
+    world.use(1, [])
+    assert (world.reconciler._loads > 0).all()
 
 
 def test_a_planner_that_was_replaced_says_so_and_stops(world: World) -> None:
@@ -176,4 +221,4 @@ def test_workers_with_a_fixed_shard_are_left_alone() -> None:
 def test_copies() -> None:
     world = World(copies=2)
     world.turns(SETTLE_S + 4)
-    assert all(shards == set(range(SHARDS)) for shards in world.held().values())
+    assert all(shards == ALL for shards in world.held().values())

@@ -20,6 +20,7 @@ ALL = tuple(range(8))
 @dataclass
 class Info:
     layers: dict[int, tuple[int, ...]]
+    generation: int = 0
 
 
 @dataclass
@@ -77,16 +78,23 @@ def test_workers_that_come_are_connected_and_own_what_they_hold() -> None:
     workers.close()
 
 
-def test_one_that_holds_more_gets_another_link_and_the_old_one_is_closed() -> None:
+def test_what_a_worker_holds_by_now_is_taken_over_between_steps_on_the_same_link() -> None:
     world = World({"a:1": ALL[:4], "b:1": ALL[4:]})
     workers = table(world)
     workers.want([Endpoint("a:1"), Endpoint("b:1")])
     until(workers, lambda: workers.complete)
-    world.holds["a:1"] = ALL
-    workers.renew(workers.rows[0])
-    until(workers, lambda: len(world.links["a:1"]) == 2 and world.links["a:1"][0].closed)
-    assert workers.complete
-    assert (workers.rows[0].link, workers.rows[0].reconnects) == (world.links["a:1"][1], 0), "nothing was lost"
+    link, before = world.links["a:1"][0], workers.owners
+    workers.holds(link, Info(dict.fromkeys(SPEC.moe_layers, ALL), 1))  # type: ignore[arg-type]
+    assert workers.owners is before, "a step that runs goes by the table it began with"
+    assert link.info.generation == 0, "nor is the new one acknowledged"
+    workers.refresh()
+    assert owners(workers) == {"a:1", "b:1"}
+    assert len(workers.owners) == 2, "the rows of those experts that both hold are shared"
+    assert (workers.rows[0].link, link.closed, len(world.links["a:1"])) == (link, False, 1)
+    workers.lost(0, "gone")
+    workers.holds(link, Info({}, 2))  # type: ignore[arg-type]
+    until(workers, lambda: workers.rows[0].link is not None)
+    assert workers.complete, "news of a link that was given up change nothing"
     workers.close()
 
 
