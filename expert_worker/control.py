@@ -20,8 +20,8 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a worker names: MoE layer -> experts, ascending, as of which generation of which process. capacity: most experts that it
-    may hold; 0: they are fixed."""
+    """What a worker names: MoE layer -> experts, ascending, as of which generation of which process. capacity: most experts
+    that it may hold; 0: they are fixed."""
 
     instance_id: str
     generation: int

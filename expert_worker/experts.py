@@ -65,8 +65,8 @@ class Experts:
         dtype: torch.dtype,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Reads the experts `held`; with `storage.places` none of them yet, these are those that may come. on_progress(done, total)
-        counts them. UnsupportedModel for bad tensors."""
+        """Reads the experts `held`; with `storage.places` none of them yet, these are those that may come. on_progress(done,
+        total) counts them. UnsupportedModel for bad tensors."""
         self.layers = {layer: place for place, layer in enumerate(spec.moe_layers)}
         self.members = [(layer, expert) for layer in spec.moe_layers for expert in held[layer]]
         sizes = [len(held[layer]) for layer in spec.moe_layers]

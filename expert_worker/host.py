@@ -14,8 +14,8 @@ from forefetch.kernels.grouped_mlp.formats import ExpertFormat, blob_bytes
 
 
 class Host:
-    """`blobs` uint8 [experts, stride]: an expert a row, in `format` (formats.py says what its bytes mean). Row n is expert n, unless
-    a `shelf` says who lies where."""
+    """`blobs` uint8 [experts, stride]: an expert a row, in `format` (formats.py says what its bytes mean). Row n is expert n,
+    unless a `shelf` says who lies where."""
 
     shelf: Shelf | None = None
 

@@ -1,4 +1,5 @@
-"""Reads a worker's experts as its settings say: on a CPU or a GPU, all of them in slots or not, a shard or what a planner says."""
+"""Reads a worker's experts as its settings say: on a CPU or a GPU, all of them in slots or not, a shard or what a planner
+says."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ class Placer:
         self._thread.start()
 
     def command(self, epoch: int, planner: str, experts: Iterable[Unit]) -> int:
-        """Takes a command; how many are still to be loaded. StaleEpoch for an earlier planner's, BadRequest for what cannot be."""
+        """Takes a command; how many are still to be loaded. StaleEpoch for an earlier planner's, BadRequest for what cannot
+        be."""
         wanted, info = frozenset(experts), self._core.info
         if len(wanted) > info.capacity:
             raise BadRequest("experts", f"{len(wanted)} experts; this worker holds {info.capacity} at most (--max-experts)")

@@ -107,7 +107,8 @@ class Residency:
             self.absent.discard(expert)
 
     def forget(self, expert: int) -> None:
-        """It will leave host memory: gives up what is wished for it and empties its slot, after a copy under way. Between calls."""
+        """It will leave host memory: gives up what is wished for it and empties its slot, after a copy under way. Between
+        calls."""
         with self.changed:
             self.absent.add(expert)
             self.prefetcher.give_up(expert)

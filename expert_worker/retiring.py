@@ -1,7 +1,7 @@
 """When an expert that is not named any more may go: once no router's table can still name it. Pure; time is an argument.
 
-Every change of what a worker names has a generation. Routers acknowledge the one that their table goes by. An expert withdrawn in
-generation g may go when every router that was heard of lately has acknowledged g or later.
+Every change of what a worker names has a generation. Routers acknowledge the one that their table goes by. An expert withdrawn
+in generation g may go when every router that was heard of lately has acknowledged g or later.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which worker holds which experts: equal shards, or a plan made from measured load. Pure.
 
 Places beyond one for each expert go to replicas: again and again to the expert with the highest load per replica. Then replicas
-are packed, heaviest first, each onto the worker with the least load so far that has a place left and not the same expert already.
-`plan` makes a file of it, with as many places on every worker; `router_service/planner.py` does the same while workers run, where
-an expert stays with who holds it as long as that is even enough.
+are packed, heaviest first, each onto the worker with the least load so far that has a place left and not the same expert
+already. `plan` makes a file of it, with as many places on every worker; `router_service/planner.py` does the same while workers
+run, where an expert stays with who holds it as long as that is even enough.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def plan(loads: Mapping[int, Sequence[float]], workers: int, extra: int = 0) -> 
 
 
 def copies_of(load: Sequence[float], workers: int, places: int, least: int = 1) -> list[int]:
-    """Replicas of each expert of a layer: `least` of each as far as `places` in all go, the heaviest first; what is left goes to the
-    highest load per replica. At most one on each worker."""
+    """Replicas of each expert of a layer: `least` of each as far as `places` in all go, the heaviest first; what is left goes
+    to the highest load per replica. At most one on each worker."""
     order = sorted(range(len(load)), key=lambda expert: (-load[expert], expert))
     copies = [0] * len(load)
     for expert in order * min(least, workers):
@@ -103,8 +103,8 @@ def _make_room(
     expert: int,
     rooms: Sequence[int],
 ) -> None:
-    """All workers with a place left hold `expert` already: one of them takes an expert over from one that does not. Where none can,
-    the replica goes without."""
+    """All workers with a place left hold `expert` already: one of them takes an expert over from one that does not. Where none
+    can, the replica goes without."""
     takers = [worker for worker, each in enumerate(held) if len(each) < rooms[worker]]
     givers = [worker for worker, each in enumerate(held) if expert not in each and rooms[worker]]
     pairs = [(giver, taker) for giver in givers for taker in takers[:1] if held[giver] - held[taker]]

@@ -32,8 +32,9 @@ class DiscoveryConfig(ServiceConfig):
     )
     rebalance_s: float = setting(
         60.0,
-        """Seconds between two looks at how evenly workers are used. When the busiest has half as much again as the mean,
-        experts are moved, while streams run. 0: only when workers come or go.""",
+        """Seconds between two looks at how evenly workers are used. When layers wait a quarter longer for their busiest
+        worker than with even load, single experts are moved or get more holders, while streams run. 0: only when workers come
+        or go.""",
     )
     lease_s: float = setting(
         15.0,

@@ -1,7 +1,7 @@
 """Which worker should hold which experts, and the next safe move towards it. Pure.
 
-Layer by layer, since every layer waits for its busiest worker: `forefetch/placement.py` says how many holders each expert gets and
-packs them. An expert that is heavier than a worker's fair share gets several holders by itself.
+Layer by layer, since every layer waits for its busiest worker: `forefetch/placement.py` says how many holders each expert gets
+and packs them. An expert that is heavier than a worker's fair share gets several holders by itself.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Holder:
 def plan(holders: Mapping[str, Holder], loads: Loads, copies: int = 1, extra: int = 0) -> Placement:
     """Worker -> experts it should hold.
 
-    Each expert gets at least `copies` holders, or as many as there are workers; with `extra`, so many places per layer and worker go
-    to more holders of the hottest. With too little capacity, which is shared out evenly over layers, replicas and then the least used
-    go without. Workers that leave are given nothing.
+    Each expert gets at least `copies` holders, or as many as there are workers; with `extra`, so many places per layer and
+    worker go to more holders of the hottest. With too little capacity, which is shared out evenly over layers, replicas and
+    then the least used go without. Workers that leave are given nothing.
     """
     staying = {name: holder for name, holder in sorted(holders.items()) if not holder.leaving}
     if not staying or not loads:
@@ -62,9 +62,7 @@ def _room(capacity: int, place: int, layers: int) -> int:
     return capacity // layers + (place < capacity % layers)
 
 
-def _layer(
-    weights: Sequence[float], rooms: Sequence[int], now: Sequence[set[int]], copies: int, extra: int
-) -> list[set[int]]:
+def _layer(weights: Sequence[float], rooms: Sequence[int], now: Sequence[set[int]], copies: int, extra: int) -> list[set[int]]:
     workers, room = len(rooms), sum(rooms)
     wanted = len(weights) * min(copies, workers) + extra * workers
     counts = copies_of(weights, workers, min(room, wanted), copies)
@@ -116,8 +114,8 @@ def _grow(name: str, holders: Mapping[str, Holder], target: Placement) -> frozen
 
 
 def imbalance(holders: Mapping[str, Holder], loads: Loads) -> float:
-    """How long layers take over how long they would if workers shared their loads evenly; 1 is even. An expert's load is spread over
-    those that hold it."""
+    """How long layers take over how long they would if workers shared their loads evenly; 1 is even. An expert's load is spread
+    over those that hold it."""
     staying = [holder for holder in holders.values() if not holder.leaving]
     total = sum(map(sum, loads.values()))
     if not staying or total <= 0:

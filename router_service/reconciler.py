@@ -18,8 +18,8 @@ log = logging.getLogger("forefetch.router.planner")
 
 SETTLE_S = 2.0
 """Workers must be the same for so long before anything is planned: several usually come or go together."""
-UNEVEN = 1.5
-"""The busiest worker's load over the mean that is worth moving experts for."""
+UNEVEN, GAIN = 1.25, 0.1
+"""How much longer layers take than with even load (`planner.imbalance`) that is worth a plan, and what it has to take away."""
 MEMORY = 0.98
 """Of an expert's load, what is remembered from one turn to the next: at a turn a second, half is forgotten in half a minute."""
 LEAST = 20
@@ -117,19 +117,35 @@ class Reconciler:
             self._members, self._since = members, now
         if now - self._since < SETTLE_S:
             return
-        if self._target is not None and members == frozenset(self._target) and not self._uneven(holders, now):
+        if self._target is None or members != frozenset(self._target):
+            self._adopt(planner.plan(holders, self._by_layer(), self._copies, self._extra), holders)
+        elif 0 < self._rebalance_s <= now - self._planned_at and self._loads.mean() >= LEAST:
+            better = self._better(holders)
+            if better is not None:
+                self._adopt(better, holders)
+        else:
             return
-        self._target, self._planned_at = planner.plan(holders, self._by_layer(), self._copies, self._extra), now
-        for name, experts in self._target.items():
+        self._planned_at = now
+
+    def _better(self, holders: dict[str, Holder]) -> Placement | None:
+        """A plan that is worth its moves, if the load is uneven."""
+        loads = self._by_layer()
+        uneven = planner.imbalance(holders, loads)
+        if uneven <= UNEVEN:
+            return None
+        target = planner.plan(holders, loads, self._copies, self._extra)
+        then = planner.imbalance({name: Holder(experts, len(experts)) for name, experts in target.items()}, loads)
+        log.info("layers take %.2f times as long as with even load; another placement: %.2f", uneven, then)
+        return target if then <= uneven - GAIN else None
+
+    def _adopt(self, target: Placement, holders: dict[str, Holder]) -> None:
+        self._target = target
+        for name, experts in target.items():
             held = holders[name].held
             log.info("plan: %s to hold %d experts, %d of them new", name, len(experts), len(experts - held))
 
     def _by_layer(self) -> planner.Loads:
         return dict(zip(self._layers, self._loads.tolist(), strict=True))
-
-    def _uneven(self, holders: dict[str, Holder], now: float) -> bool:
-        due = self._rebalance_s > 0 and now - self._planned_at >= self._rebalance_s
-        return due and bool(self._loads.mean() >= LEAST) and planner.imbalance(holders, self._by_layer()) > UNEVEN
 
     def _tell(self, address: str, experts: frozenset[Unit], epoch: int) -> bool:
         if self._said.get(address) != experts:

@@ -2,7 +2,8 @@
 
 Like the real one: one resourceVersion for everything, watches begin after a version, bookmarks, 410 for versions that are
 forgotten, 409 for writes to another version than the newest, 404. `frozen` makes it accept connections and say nothing; `cut`
-ends all watches in the middle of a line; `stop` and `start` take it away and back on the same port.
+ends all watches in the middle of a line; `mute` leaves those of that moment open and says nothing on them again; `stop` and
+`start` take it away and back on the same port.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class FakeKubernetes:
         self.log: list[tuple[int, str, Json]] = []  # (version, kind, slice)
         self.lists = self.watches = 0
         self.frozen = threading.Event()
-        self.cuts = 0
+        self.cuts = self.muted = 0
         self.bookmark_s = 0.2
         self.conflicts = 0  # writes to Leases that are refused whatever they say
         self._server: ThreadingHTTPServer | None = None
@@ -109,6 +110,11 @@ class FakeKubernetes:
             self.cuts += 1
             self.changed.notify_all()
 
+    def mute(self) -> None:
+        """Half-open connections: the watches of this moment stay open, and nothing comes over them any more."""
+        with self.changed:
+            self.muted = self.watches
+
     def _stamp(self, thing: Json) -> Json:
         self.version += 1
         thing["metadata"]["resourceVersion"] = str(self.version)
@@ -176,6 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
         fake, seen = self.kubernetes, int(query["resourceVersion"])
         with fake.changed:
             fake.watches += 1
+            self.number = fake.watches
             cuts = fake.cuts
             gone = seen < fake.oldest
         self.send_response(200)
@@ -199,6 +206,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _some(self, query: dict[str, str], seen: int, cuts: int) -> bool:
         """Sends what is new, or a bookmark after a while. False when the watch was cut."""
         fake = self.kubernetes
+        while self.number <= fake.muted and fake._server is not None:
+            time.sleep(0.05)
         with fake.changed:
             fake.changed.wait_for(lambda: fake.version > seen or fake.cuts > cuts, fake.bookmark_s)
             news = [(kind, thing) for version, kind, thing in fake.log if version > seen]
