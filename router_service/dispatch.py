@@ -44,6 +44,15 @@ class Dispatch:
         self.chosen: Ints = np.empty((0, 0), dtype=np.int64)  # [T, K] of the last send, without padding
         self._sent: list[Sent] = []
         self._tokens = 0
+        self._load = np.zeros_like(workers.load)  # [L, E] pairs of the step under way
+
+    def begin(self) -> None:
+        """A step begins. What one that broke off has counted is forgotten: it runs again."""
+        self._load.fill(0)
+
+    def commit(self) -> None:
+        """The step has ended well: its pairs count."""
+        self.workers.load += self._load
 
     def send(self, batch: StepBatch, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """x [T, H], ids [T, K], weights [T, K] f32: submits each worker's rows. LinkDown when a link breaks."""
@@ -73,8 +82,8 @@ class Dispatch:
 
     def _owners(self, layer: int, ids: Ints) -> Ints:
         """ids [T, K] -> the workers [T, K] that evaluate these pairs. Counts them."""
-        load, owners = self.workers.load, self.workers.owners
-        load[layer] += np.bincount(ids.ravel(), minlength=load.shape[1])
+        owners = self.workers.owners
+        self._load[layer] += np.bincount(ids.ravel(), minlength=self._load.shape[1])
         turn = 0 if len(owners) == 1 else (np.arange(len(ids))[:, None] + ids) % len(owners)
         found: Ints = owners[turn, layer, ids]
         return found

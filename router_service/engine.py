@@ -228,7 +228,9 @@ class Engine:
         batch = self.parts.buffers.fill(self._step, plan, self.parts.recorder.trace_of(plan))
         observer = self.parts.hints.begin(batch, stamps) if self.parts.hints else None
         began = perf_counter_ns()
+        self.parts.dispatch.begin()
         logits = trunk.forward(batch, self.parts.dispatch, stamps, observer)
+        self.parts.dispatch.commit()
         forwarded, ahead = perf_counter_ns(), trunk.ahead and observer is None
         choice = self._choice(logits, plan.choosing, ahead)
         return Flight(self._step, plan, batch, stamps, choice, began, forwarded, ahead)

@@ -122,6 +122,52 @@ def hint(layer: int, *experts: int, step: int = 1) -> ExpertHint:
     return ExpertHint(step, 0, layer, 0, np.array(experts, dtype=np.int32), np.full(len(experts), 0.9, np.float32), 10**9)
 
 
+def test_nothing_is_copied_for_an_expert_that_left(folder: Path) -> None:
+    """The copier is held up at the first of three wishes; the other two experts leave meanwhile, and so does the first."""
+    experts = experts_of(placed(folder, slots="3"))
+    for expert in range(4):
+        experts.put(1, expert)
+    residency, go, started = experts.residency, threading.Event(), threading.Event()
+    assert residency is not None
+    copied: list[int] = []
+    right = residency.start_copy
+
+    def slowly(slot: int, number: int) -> Callable[[], None]:
+        copied.append(number)
+        started.set()
+        go.wait(10)
+        return right(slot, number)
+
+    residency.start_copy = slowly
+    assert experts.hint(hint(1, 0, 1, 2), "r")
+    assert started.wait(10)
+    experts.drop(1, 1)
+    experts.drop(1, 2)
+    leaving = threading.Thread(target=experts.drop, args=(1, 0))
+    leaving.start()
+    assert not experts.hint(hint(1, 1, step=2), "r"), "it is not here"
+    time.sleep(0.05)
+    assert leaving.is_alive(), "its bytes are being read"
+    go.set()
+    leaving.join(10)
+    assert not leaving.is_alive()
+    assert experts.hint(hint(1, 3, step=3), "r")
+    until(lambda: experts.resident(1) == [3])
+    assert [experts.members[number] for number in copied] == [(1, 0), (1, 3)]
+
+
+def test_a_hint_that_was_read_before_its_expert_left_is_of_no_effect(folder: Path) -> None:
+    experts = experts_of(placed(folder, slots="3"))
+    experts.put(1, 0)
+    residency, late = experts.residency, hint(1, 0)
+    assert residency is not None
+    number = int(experts._number[experts.layers[1], 1])
+    experts.drop(1, 0)
+    assert not residency.hint(("r", 1, experts.layers[1]), [number], late)
+    experts.put(1, 0)
+    assert residency.hint(("r", 1, experts.layers[1]), [number], late)
+
+
 def test_a_wish_for_an_expert_that_left_never_reads_what_lies_in_its_place(folder: Path) -> None:
     """Hints race with experts that come and go through one place; then what the slots hold is compared with a fixed worker."""
     core, whole = placed(folder, slots="3"), Loader(settings(folder)).core()
@@ -137,7 +183,7 @@ def test_a_wish_for_an_expert_that_left_never_reads_what_lies_in_its_place(folde
     thread = threading.Thread(target=pester)
     thread.start()
     try:
-        for turn in range(60):
+        for turn in range(20):
             expert = turn % 4
             experts.put(1, expert)
             asked = call(core, 1, [expert], seed=turn)

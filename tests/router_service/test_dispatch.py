@@ -167,8 +167,10 @@ def test_replicas_share_the_rows_of_a_step_and_always_alike(spec: ModelSpec) -> 
     outs = []
     for _ in range(2):
         out = torch.zeros(12, spec.hidden_size)
+        dispatch.begin()
         dispatch.send(batch(12), LAYER, torch.ones(12, spec.hidden_size), ids, weights)
         dispatch.add(out, LAYER, StepRing(1, spec.layers, 3).begin(7, 0))
+        dispatch.commit()
         outs.append(out)
     expected = (weights * (ids + 1)).sum(1)
     torch.testing.assert_close(outs[0], expected[:, None].expand_as(outs[0]))
@@ -188,11 +190,16 @@ def test_a_lost_replica_costs_no_expert(spec: ModelSpec) -> None:
     dispatch = Dispatch(workers, timeout_s=1.0)
     links[0].die_on = "submit"
     x, ids, weights = torch.ones(4, spec.hidden_size), torch.tensor([[0, 1]] * 4), torch.ones(4, 2)
+    dispatch.begin()
     with pytest.raises(LinkDown):
         dispatch.send(batch(4), LAYER, x, ids, weights)
     assert workers.complete, "the other one holds everything"
     out = torch.zeros_like(x)
+    dispatch.begin()
     dispatch.send(batch(4), LAYER, x, ids, weights)
     dispatch.add(out, LAYER, StepRing(1, spec.layers, 2).begin(7, 0))
     assert torch.equal(out, torch.full_like(x, 3.0))
+    assert workers.load.sum() == 0
+    dispatch.commit()
+    assert workers.load[LAYER].tolist() == [4, 4, 0, 0, 0, 0, 0, 0], "the step that broke off counts nothing"
     workers.close()

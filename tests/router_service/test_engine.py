@@ -73,6 +73,20 @@ class FakeWorkers:
 
 
 @dataclass
+class FakeDispatch:
+    """Counts steps that began and that ended well."""
+
+    begun: int = 0
+    committed: int = 0
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def commit(self) -> None:
+        self.committed += 1
+
+
+@dataclass
 class Rig:
     engine: Engine
     trunk: CountingTrunk
@@ -124,7 +138,7 @@ def make_rig(*, ahead: bool) -> Rig:
     trunk, workers = CountingTrunk(ahead=ahead), FakeWorkers()
     trunk.gate.set()
     made = Rig(None, trunk, workers, scheduler)  # type: ignore[arg-type]
-    parts = Parts(trunk, buffers, None, workers, scheduler, recorder)  # type: ignore[arg-type]
+    parts = Parts(trunk, buffers, FakeDispatch(), workers, scheduler, recorder)  # type: ignore[arg-type]
     made.engine = Engine(parts, made.deliver, worker_grace_s=0.3)
     return made
 
@@ -168,6 +182,8 @@ def test_a_replayed_step_loses_repeats_and_changes_nothing(rig: Rig) -> None:
     request = rig.submit("a", prompt=3, max_tokens=4)
     assert rig.result("a")[0] == [3, 4, 5, 6]
     assert request.replayed_steps == 2
+    dispatch: Any = rig.engine.parts.dispatch
+    assert (dispatch.begun, dispatch.committed) == (6, 4), "pairs of steps that broke off are not counted"
 
 
 def test_a_defect_ends_its_requests_and_the_engine_goes_on(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
