@@ -89,7 +89,7 @@ def test_the_queue_is_in_order_and_measured() -> None:
     for waiting, router in enumerate(routers):
         router.start()
         until = time.monotonic() + 10
-        while len(core._turn._waiting) + len(script.order) <= waiting and time.monotonic() < until:
+        while len(core.turn._waiting) + len(script.order) <= waiting and time.monotonic() < until:
             time.sleep(0.001)
     assert core.busy
     script.gate.set()
