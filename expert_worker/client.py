@@ -18,6 +18,7 @@ from expert_worker.control import Control, Holdings
 from expert_worker.core import WorkerInfo
 from expert_worker.links import GrpcLink, Link, LocalLink, ShmLink
 from expert_worker.loading import load
+from expert_worker.p2p_link import Lane, open_lane
 from forefetch import rpc, shm, wire
 from forefetch.errors import Mismatch, Unavailable
 from forefetch.v1 import expert_pb2, expert_pb2_grpc
@@ -28,7 +29,19 @@ if TYPE_CHECKING:
     from forefetch.spec import ModelSpec
     from forefetch.weights import Checkpoint
 
-__all__ = ["Control", "ExpertConfig", "Holdings", "Link", "WorkerInfo", "connect", "local", "resident", "resident_of"]
+__all__ = [
+    "Control",
+    "ExpertConfig",
+    "Holdings",
+    "Lane",
+    "Link",
+    "WorkerInfo",
+    "connect",
+    "local",
+    "open_lane",
+    "resident",
+    "resident_of",
+]
 
 log = logging.getLogger("forefetch.expert.client")
 
@@ -134,6 +147,7 @@ def _describe(channel: grpc.Channel, timeout_s: float) -> WorkerInfo:
         capacity=said.capacity,
         row_pairs=said.row_pairs,
         expert_format=said.expert_format or "stored",
+        lanes=said.lanes,
     )
 
 

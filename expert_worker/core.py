@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import add
 from time import perf_counter_ns
@@ -44,6 +45,7 @@ class WorkerInfo:
     generation: int = 0  # grows whenever `layers` changes
     capacity: int = 0  # most experts, all layers together; 0: what it holds is fixed
     row_pairs: int = 0  # most pairs of a row; 0: as many as `layers` names in a layer
+    lanes: str = ""  # kind of p2p lanes that it can have: "host", "cuda" or none
 
     def shape(self, max_rows: int | None = None) -> wire.Shape:
         """What frames must look like."""
@@ -94,6 +96,11 @@ class Turn:
                 self.taken = False
 
 
+def on(device: str) -> AbstractContextManager[object]:
+    """Makes `device` the calling thread's current one, which is where Triton launches; a thread begins with the first."""
+    return torch.cuda.device(device) if device.startswith("cuda:") else nullcontext()
+
+
 class Core:
     """One worker. Any thread may call; calls are evaluated one after the other in the order in which they came."""
 
@@ -115,7 +122,8 @@ class Core:
         asked = perf_counter_ns()
         with self.turn:
             began = perf_counter_ns()
-            copy_ns, verified = self.experts.forward(call, out, source)
+            with on(self.info.device):
+                copy_ns, verified = self.experts.forward(call, out, source)
             compute_ns = perf_counter_ns() - began - copy_ns
             self.calls += 1
             self.rows += len(call.x)

@@ -7,7 +7,8 @@ over a wire use `forward`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,9 @@ from forefetch.kernels.grouped_mlp.scratch import MoeScratch
 from forefetch.spec import ModelSpec
 from forefetch.weights import Checkpoint, load_expert
 from forefetch.wire import LayerCall, Verified
+
+LOCK_NS = 2_000_000_000
+"""How long a call waits for the device's lock; who holds it is done within a call."""
 
 
 def packed_format(spec: ModelSpec, kind: Kind, dtype: torch.dtype, device: torch.device) -> ExpertFormat:
@@ -70,6 +74,8 @@ class PackedExperts:
         # Pairs per layer and expert, and one more column where those that count nothing go.
         self._load = torch.zeros(len(self.layers), spec.num_experts + 1, dtype=torch.int64, device=device)
         self._chosen = torch.full((len(self.layers), max_rows, spec.top_k), -1, dtype=torch.int32, device=device)
+        self.lock = torch.zeros(1, dtype=torch.int32, device=device)  # held by whoever computes while there are lanes
+        self.lanes = 0  # p2p lanes that share the device with `forward`
 
     @property
     def copied(self) -> Copied:
@@ -122,6 +128,21 @@ class PackedExperts:
         chosen = self._chosen[:, : len(idle)].masked_fill(idle, -1).flatten(1).long() % self._load.shape[1]
         self._load.scatter_add_(1, chosen, torch.ones_like(chosen))
 
+    def lane_scratch(self, rows: int) -> MoeScratch:
+        """Scratch for `evaluate` with up to `rows` rows."""
+        spec = self.spec
+        shape = (rows, spec.top_k, spec.num_experts, spec.hidden_size, spec.expert_width)
+        return MoeScratch(*shape, self.format, device=self._pool.device, dtype=self._out.dtype)
+
+    def evaluate(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, scratch: MoeScratch) -> None:
+        """`run` into out [T, H], which may be another GPU's, with scratch of one's own. `count` counts the pairs."""
+        moe(x, ids, weights, self._pool, self._slot_of[self.layers[layer]], out, scratch)
+
+    def count(self, chosen: Tensor) -> None:
+        """Counts pairs: chosen [L, T, K], -1 where there is none."""
+        flat = chosen.flatten(1).long() % self._load.shape[1]
+        self._load.scatter_add_(1, flat, torch.ones_like(flat))
+
     @torch.inference_mode()
     def forward(self, call: LayerCall, out: Tensor, source: str = "") -> tuple[int, Verified]:
         """Fills out [N, H], which may lie on the host. Nothing is ever copied: everything is resident."""
@@ -129,9 +150,24 @@ class PackedExperts:
             raise BadRequest("layer", f"layer {call.layer} has no routed experts")
         ids, weights = dense(call, self.held, self.spec.top_k)
         device = self._pool.device
-        rows = self.run(call.layer, call.x.to(device), ids.to(device), weights.to(device))
+        with self.alone():
+            rows = self.run(call.layer, call.x.to(device), ids.to(device), weights.to(device))
         out.copy_(rows)
         return 0, Verified(resident=len(np.unique(call.pair_expert.numpy())))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """The device's lock around what is launched inside, while there are lanes: two calls at once would starve each
+        other."""
+        if not self.lanes:
+            yield
+            return
+        from forefetch.kernels.hop.triton import turn
+
+        nothing = self.lock[:0]
+        turn(nothing, nothing, torch.zeros_like(self.lock).expand(2).contiguous(), self.lock, LOCK_NS, answer=False, wait=True)
+        yield
+        turn(nothing, nothing, self.lock, self.lock, LOCK_NS, answer=True, wait=False)
 
     def hint(self, hint: ExpertHint, source: str = "") -> bool:
         """Whether the hint is about experts held here; there is nothing to fetch."""

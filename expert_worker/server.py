@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 import grpc
 
+from expert_worker import p2p
 from expert_worker.core import Core
 from expert_worker.hinting import from_message
 from expert_worker.placer import Placer
@@ -24,7 +25,7 @@ from forefetch.v1 import expert_pb2
 
 SERVICE = "forefetch.v1.ExpertService"
 MAX_ROUTERS = 32
-MAX_THREADS = 2 * MAX_ROUTERS + 16  # rows and hints of each router; the rest for unary calls and health watches
+MAX_THREADS = 3 * MAX_ROUTERS + 16  # rows, lane and hints of each router; the rest for unary calls and health watches
 
 
 class ExpertService:
@@ -33,7 +34,7 @@ class ExpertService:
     def __init__(self, spin: int) -> None:
         self.core: Core | None = None
         self.placer: Placer | None = None
-        self.routers = self.hinters = 0
+        self.routers = self.hinters = self.lanes = 0
         self._spin = spin
         self._guard = threading.Lock()
         self._since = time.monotonic()
@@ -63,6 +64,11 @@ class ExpertService:
                 request_deserializer=expert_pb2.OpenShmRequest.FromString,
                 response_serializer=expert_pb2.OpenShmResponse.SerializeToString,
             ),
+            "OpenLane": grpc.stream_stream_rpc_method_handler(
+                self.open_lane,
+                request_deserializer=expert_pb2.OpenLaneRequest.FromString,
+                response_serializer=expert_pb2.OpenLaneResponse.SerializeToString,
+            ),
             "Hint": grpc.stream_stream_rpc_method_handler(
                 self.hint,
                 request_deserializer=expert_pb2.HintRequest.FromString,
@@ -77,7 +83,7 @@ class ExpertService:
         return self.core is not None and self.core.busy
 
     @contextlib.contextmanager
-    def _admitted(self, what: Literal["routers", "hinters"] = "routers") -> Iterator[Core]:
+    def _admitted(self, what: Literal["routers", "hinters", "lanes"] = "routers") -> Iterator[Core]:
         """Counts a router in and out."""
         core = self._loaded()
         with self._guard:
@@ -103,7 +109,8 @@ class ExpertService:
         self, request: expert_pb2.ExpertServiceDescribeRequest, context: grpc.ServicerContext
     ) -> expert_pb2.ExpertServiceDescribeResponse:
         """What this worker is and holds."""
-        info = self._loaded().info
+        core = self._loaded()
+        info = core.info
         if self.placer is not None and request.router:
             self.placer.acknowledge(request.router, request.generation)
         return expert_pb2.ExpertServiceDescribeResponse(
@@ -123,6 +130,7 @@ class ExpertService:
             generation=info.generation,
             capacity=info.capacity,
             row_pairs=info.row_pairs,
+            lanes=p2p.kind_of(core),
         )
 
     @rpc.sync_handler
@@ -202,6 +210,24 @@ class ExpertService:
             if context.add_callback(leave):
                 yield expert_pb2.OpenShmResponse(instance_id=core.info.instance_id)
                 self._serve(core, segment, ended, context.peer())
+
+    @rpc.sync_handler
+    def open_lane(
+        self, requests: Iterator[expert_pb2.OpenLaneRequest], context: grpc.ServicerContext
+    ) -> Iterator[expert_pb2.OpenLaneResponse]:
+        """Makes the worker's end of a lane, says so, and follows the router's steps until the stream ends or the lane fails."""
+        with self._admitted("lanes") as core:
+            hello = next(requests, None)
+            if hello is None:
+                raise BadRequest("ring", "no lane was described")
+            generation = core.info.generation
+            lane = p2p.follow(core, hello, context.peer())
+            try:
+                if context.add_callback(lane.leave):
+                    yield expert_pb2.OpenLaneResponse(instance_id=core.info.instance_id, generation=generation)
+                    lane.follow(self._spin)
+            finally:
+                lane.close()
 
     def _serve(self, core: Core, segment: shm.Segment, ended: threading.Event, source: str) -> None:
         request, reply = FrameBuffer(segment.request), FrameBuffer(segment.reply)

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
@@ -57,8 +57,13 @@ class ClusterConfig(Config):
     link: str = setting(
         "auto",
         """How the router reaches its workers. auto takes shared memory where both see the same one, else gRPC; local puts the
-        experts into the router's own process.""",
-        choices=("auto", "local", "shm", "grpc"),
+        experts into the router's own process; p2p has recorded steps cross between GPUs without the hosts, see --gpus.""",
+        choices=("auto", "local", "shm", "grpc", "p2p"),
+    )
+    gpus: str = setting(
+        "",
+        """GPUs of this node by number, as 0,1: the router computes on the first, each of the others has a worker, and recorded
+        steps cross between their memories (link p2p) where GPUs reach one another's. Instead of --workers and --device.""",
     )
     kv_format: str = setting(
         "auto",
@@ -103,9 +108,33 @@ class ClusterConfig(Config):
             raise ConfigError(f"--model: {self.model} holds no config.json")
         if self.workers < 1:
             raise ConfigError("--workers: at least 1")
+        self.resolved()
         for name, port in (("--port", self.port), ("--metrics-port", self.metrics_port)):
             if not 0 <= port <= 65535:
                 raise ConfigError(f"{name}: must be within 0 and 65535")
+
+    @property
+    def gpu_numbers(self) -> tuple[int, ...]:
+        """Those of --gpus. ConfigError unless they are at least two, all different."""
+        parts = [part.strip() for part in self.gpus.split(",") if part.strip()]
+        if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts) or len(parts) == 1:
+            raise ConfigError("--gpus: must be two or more different numbers like 0,1")
+        return tuple(map(int, parts))
+
+    def resolved(self) -> ClusterConfig:
+        """With --gpus spelled out: how many workers there are, and over which link."""
+        gpus = self.gpu_numbers
+        if not gpus:
+            return self
+        if self.device != "auto":
+            raise ConfigError("--gpus and --device: --gpus says where everything computes")
+        if self.link == "local":
+            raise ConfigError("--gpus and --link local: local has everything on one GPU, named by --device")
+        return replace(self, workers=len(gpus) - 1, link="p2p" if self.link == "auto" else self.link)
+
+    def device_of(self, place: int) -> str:
+        """The device of the router (0) or of worker place - 1."""
+        return f"cuda:{self.gpu_numbers[place]}" if self.gpus else self.device
 
 
 @dataclass(frozen=True)
@@ -151,7 +180,7 @@ class Cluster:
         on_line(name, line): a line that a service logged. on_loading(name, done, total): how far it has come; (name, 0, 0)
         when it starts and (name, 1, 1) when it is ready."""
         config.validate()
-        cluster = cls(config, extra or Extra(), on_line, on_loading)
+        cluster = cls(config.resolved(), extra or Extra(), on_line, on_loading)
         try:
             cluster._start()
         except BaseException:
@@ -194,15 +223,20 @@ class Cluster:
     def _threads(self, sharers: int) -> int:
         return max(1, len(os.sched_getaffinity(0)) // sharers)
 
-    def _model_flags(self) -> list[str]:
+    def _model_flags(self, place: int) -> list[str]:
         config = self.config
         synthetic = ["--allow-synthetic"] if config.allow_synthetic else []
-        return [f"--model={config.model}", f"--device={config.device}", f"--otlp-endpoint={config.otlp_endpoint}", *synthetic]
+        return [
+            f"--model={config.model}",
+            f"--device={config.device_of(place)}",
+            f"--otlp-endpoint={config.otlp_endpoint}",
+            *synthetic,
+        ]
 
     def _worker_flags(self, shard: int) -> list[str]:
         shards = [f"--shard={shard}", f"--shards={self.config.workers}", f"--slots={self.config.slots}"]
         shards += [f"--experts={self.config.experts}", f"--placement={self.config.placement}"]
-        return [*self._model_flags(), *shards, *self._extra.worker]
+        return [*self._model_flags(shard + 1), *shards, *self._extra.worker]
 
     def _router_flags(self) -> list[str]:
         config = self.config
@@ -219,7 +253,7 @@ class Cluster:
         if config.metrics_port:
             flags.append(f"--metrics-listen=127.0.0.1:{config.metrics_port}")
         flags.append(f"--slots={config.slots}" if config.link == "local" else f"--link={config.link}")
-        return [*self._model_flags(), *flags, *self._extra.router]
+        return [*self._model_flags(0), *flags, *self._extra.router]
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Sends a signal to a service and, when it is SIGKILL, waits until it has gone."""

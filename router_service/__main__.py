@@ -25,6 +25,7 @@ from router_service import build
 from router_service.asking import Reader
 from router_service.config import RouterConfig
 from router_service.engine import Engine, Parts
+from router_service.p2p import LaneTrunk
 from router_service.recorder import Recorder
 from router_service.server import Deliverer, RouterServicer
 from router_service.status import Status
@@ -78,6 +79,8 @@ async def serve(config: RouterConfig) -> None:
             await asyncio.to_thread(engine.stop)
     finally:
         await server.stop()
+        if isinstance(parts.trunk, LaneTrunk):
+            parts.trunk.close()
         dispatch.workers.close()
         if hints is not None:
             hints.close()

@@ -13,7 +13,10 @@ from expert_worker import client as expert
 from forefetch import rpc
 from forefetch.device import place
 from forefetch.errors import ConfigError, Mismatch
+from forefetch.kernels.gate import choose
 from forefetch.kernels.kv_codec import KvFormat
+from forefetch.p2p.host import HostLanes
+from forefetch.p2p.lane import LaneShape
 from forefetch.rpc.auth import bearer
 from forefetch.spec import ModelSpec, read_json
 from forefetch.telemetry.spans import Exporter
@@ -36,6 +39,8 @@ from router_service.lookahead import store
 from router_service.lookahead.estimate import Estimator
 from router_service.lookahead.heads import Lookahead
 from router_service.naming import Naming
+from router_service.p2p import Attached, LaneTrunk, Opener
+from router_service.p2p_decoder import LaneExperts, step_shape
 from router_service.pages import PagePool
 from router_service.prefix import Prefix
 from router_service.replicas import Replicas
@@ -49,6 +54,8 @@ log = logging.getLogger("forefetch.router")
 
 RECENT = {"e2m0": 112, "fp4": 32}
 """--kv-recent -1, by format; e2m0's for all others."""
+LANE_OPENS_S = 120.0
+"""How long opening a p2p lane may take: the worker records its side of every step meanwhile."""
 PROMPT_ROWS = (64, 256)
 """Prompt rows that recorded steps are padded to, besides --max-step-tokens."""
 
@@ -192,7 +199,9 @@ def trunk(config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, sizes: 
 
 
 def captured(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterConfig) -> Model:
-    """The trunk, its decode steps recorded if they can be: experts in this process, all on the trunk's GPU."""
+    """The trunk, its decode steps recorded if they can be: experts in this process, all on the trunk's GPU, or behind lanes."""
+    if config.link == "p2p" and isinstance(buffers, LayoutBuffers):
+        return laned(trunk, buffers, workers, config)
     experts = expert.resident_of(workers.rows[0].link) if len(workers.rows) == 1 else None
     if experts is None or not isinstance(buffers, LayoutBuffers):
         return trunk
@@ -202,11 +211,40 @@ def captured(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: Route
     return recorded
 
 
+def laned(trunk: Trunk, buffers: LayoutBuffers, workers: Workers, config: RouterConfig) -> Model:
+    """The trunk, its steps recorded over p2p lanes to all workers."""
+    spec, device, dtype = trunk.spec, trunk.embedding.device, trunk.dtype
+    shapes = {layout: step_shape(layout, config.p2p_halves_from) for layout in buffers.layouts()}
+    rows = max(step.rows for step in shapes.values())
+    shape = LaneShape(rows, spec.hidden_size, spec.top_k, len(spec.moe_layers), dtype.itemsize)
+    lanes: Attached
+    if device.type == "cuda":
+        from forefetch.p2p.device import DeviceLanes
+
+        normed = spec.gate_rule == "topk_softmax" or spec.renormalise
+        lanes = DeviceLanes(len(workers.rows), shape, spec.num_experts, normed, config.p2p_patience_s, device)  # type: ignore[assignment]
+    else:
+        rule = spec.top_k, spec.gate_rule, spec.renormalise
+        lanes = HostLanes(lambda logits: choose(logits, *rule), config.p2p_patience_s)  # type: ignore[assignment]
+    steps = sorted(set(shapes.values()), key=lambda step: (step.rows, step.parts))
+    how = {"device": device, "patience_s": config.p2p_patience_s, "timeout_s": LANE_OPENS_S}
+    opener = Opener(lambda link: expert.open_lane(link, shape, steps, **how))  # type: ignore[arg-type]
+    experts = LaneExperts(spec, lanes, rows, dtype, device)
+    recorder = None if device.type == "cuda" else lambda step: step
+    model = LaneTrunk(trunk, experts, buffers, lanes, workers, opener, shapes.__getitem__, recorder)
+    with rpc.loading("decode steps") as on_progress:
+        model.warm_up(on_progress)
+    model.start(LANE_OPENS_S)
+    return model
+
+
 def buffers(config: RouterConfig, sizes: Sizes, placement: Placement) -> StepBuffers:
     """Static step buffers; in fixed layouts where steps may be recorded."""
-    device, buckets = placement.device, config.buckets(placement.device.type)
+    device, lanes = placement.device, config.link == "p2p"
+    buckets = config.buckets("cuda" if lanes else device.type)
     shape = {"max_tokens": config.max_step_tokens, "max_batch": config.max_batch, "max_pages": sizes.max_pages}
-    if device.type == "cuda" and buckets and config.graphs == "auto" and config.workers == "local":
+    recorded = lanes or (device.type == "cuda" and config.workers == "local")
+    if recorded and buckets and config.graphs == "auto":
         prompts = sorted({min(rows, config.max_step_tokens) for rows in (*PROMPT_ROWS, config.max_step_tokens)})
         prompts = [] if placement.sealed else prompts  # chunks over sealed pages are planned on the host
         return LayoutBuffers(**shape, page_size=config.page_size, device=device, buckets=buckets, chunk_rows=prompts)
@@ -295,11 +333,11 @@ def _connector(
     tls = rpc.tls_of(config)
     return lambda address: expert.connect(
         address,
-        link=config.link,
+        link="auto" if config.link == "p2p" else config.link,
         digest=checkpoint.digest,
         hidden=spec.hidden_size,
         dtype=placement.dtype,
-        max_rows=config.max_step_tokens,
+        max_rows=config.max_step_tokens + (max(config.buckets("cuda"), default=0) if config.link == "p2p" else 0),
         tls=tls,
         timeout_s=5.0,
         experts=config.experts,

@@ -56,9 +56,16 @@ class CapturedTrunk:
 
     ahead = True  # nothing of a step comes back to the host
 
-    def __init__(self, trunk: Trunk, experts: Resident, buffers: LayoutBuffers, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        trunk: Trunk,
+        experts: Resident,
+        buffers: LayoutBuffers,
+        recorder: Recorder | None = None,
+        decoder: Decoder | None = None,
+    ) -> None:
         self.trunk, self.cache = trunk, trunk.cache
-        self._decoder, self._experts = Decoder(trunk, experts), DeviceExperts(experts)
+        self._decoder, self._experts = decoder or Decoder(trunk, experts), DeviceExperts(experts)
         self._buffers = buffers
         self._record = recorder or CudaRecorder(trunk.embedding.device)
         self._steps: dict[tuple[int, int, bool], tuple[Replay, list[Tensor]]] = {}
@@ -85,9 +92,7 @@ class CapturedTrunk:
     def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None = None) -> Tensor:
         """As Trunk.forward. Logits are valid until the next one. `experts` is not used: these are resident."""
         marked = bool(batch.trace) or batch.step % MARK_EVERY == 0
-        fits = batch.paged is not None and (batch.chunked is not None or not batch.prefills) and observer is None
-        fits = fits and self.cache.recordable(batch)
-        found = self._steps.get((*batch.layout, marked)) if fits else None
+        found = self._steps.get((*batch.layout, marked)) if self.fits(batch, observer) else None
         self._ran[batch.step % 2] = ran = _Ran(found is not None)
         if found is None:
             return self.trunk.forward(batch, self._experts, stamps, observer)
@@ -97,6 +102,11 @@ class CapturedTrunk:
             ran.times = _to_host(self._clock.times)
             ran.fault = _to_host(self._decoder.experts.fault)
         return logits[0][: batch.tokens] if batch.picks is None else logits[0][batch.picks]
+
+    def fits(self, batch: StepBatch, observer: Observer | None) -> bool:
+        """Whether a step of this kind can be replayed."""
+        laid_out = batch.paged is not None and (batch.chunked is not None or not batch.prefills)
+        return laid_out and observer is None and self.cache.recordable(batch) and (*batch.layout, False) in self._steps
 
     def timed(self, step: int, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
         """See Model."""

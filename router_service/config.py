@@ -45,8 +45,20 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
     link: str = setting(
         "auto",
         """Data path to workers. auto: shared memory where router and worker can map the same segment, else gRPC.
-        Forcing shm fails at connect time where it cannot work.""",
-        choices=("auto", "shm", "grpc"),
+        Forcing shm fails at connect time where it cannot work. p2p: recorded steps cross between the memories of the GPUs
+        of one node, without the hosts; other steps, and all while such lanes are down, as with auto. On CPUs p2p runs the
+        same protocol through shared memory, which is for trying it out: auto is faster there.""",
+        choices=("auto", "shm", "grpc", "p2p"),
+    )
+    p2p_patience_s: float = setting(
+        2.0,
+        """link p2p: seconds that router or worker waits for a signal of the other inside a step before it gives the lanes
+        up; the step is then computed again over the other link. Must exceed the slowest layer of a prompt's chunk.""",
+    )
+    p2p_halves_from: int = setting(
+        16,
+        """link p2p: decode steps of at least so many rows, padding included, cross in two halves that take turns: one's
+        attention runs while the workers evaluate the other's experts, whose weights are then read twice. 0: never.""",
     )
     slots: str = setting(
         "100%",
@@ -212,7 +224,11 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
         for name in ("max_context", "threads", "worker_grace_s", "start_timeout_s", "kv_fetch_s", "session_tail_mb"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: must not be negative")
-        for name in ("step_timeout_s", "session_lag_s"):
+        if self.p2p_halves_from < 0 or self.p2p_halves_from == 1:
+            raise ConfigError("--p2p-halves-from: must be 0 or at least 2")
+        if self.link == "p2p" and self.workers == "local":
+            raise ConfigError("--link p2p: name the --workers; the local one needs no link")
+        for name in ("step_timeout_s", "session_lag_s", "p2p_patience_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be positive")
         if self.max_step_tokens <= self.max_batch:

@@ -72,7 +72,12 @@ class Status:
             pages_total=self.scheduler.pool.total - 1,
             pages_used=self.scheduler.pool.used,
             workers=map(_worker, self.workers.known),
+            p2p_steps=self.workers.lanes.steps,
+            p2p_breaks=self.workers.lanes.breaks,
         )
+        if self.workers.lanes.up:
+            for worker in stats.workers:
+                worker.link = "p2p"
         stats.hints.CopyFrom(self._hints(self.hints))
         for layer in self.spec.moe_layers:
             stats.expert_load.add(layer=layer, pairs=self.workers.load[layer].tolist())

@@ -49,6 +49,15 @@ class Worker:
     connecting: int = 0  # number of the thread that does; 0: none
 
 
+@dataclass
+class LaneCounts:
+    """What became of p2p lanes: whether they are up, steps that crossed them, steps that they broke off."""
+
+    up: bool = False
+    steps: int = 0
+    breaks: int = 0
+
+
 class Names(Sequence[str]):
     """The rows' addresses as they are now."""
 
@@ -87,6 +96,7 @@ class Workers:
         self.owners: npt.NDArray[np.int64] = np.full((1, spec.layers, spec.num_experts), -1)
         self.load: npt.NDArray[np.int64] = np.zeros((spec.layers, spec.num_experts), dtype=np.int64)  # [L, E] pairs sent
         self._connect = connect
+        self.lanes = LaneCounts()
         self._closed = threading.Event()
         self._threads = itertools.count(1)
         self._news = threading.Event()

@@ -41,7 +41,19 @@ KERNELS_MAY = ("torch", "triton", "forefetch.kernels")
 
 # Rooms of a service, highest first: a module imports its own room and those below.
 ROOMS: dict[str, tuple[str, ...]] = {
-    "edge": ("__main__", "server", "client", "links", "hinting", "control", "build", "status", "asking", "conversations"),
+    "edge": (
+        "__main__",
+        "server",
+        "client",
+        "links",
+        "p2p_link",
+        "hinting",
+        "control",
+        "build",
+        "status",
+        "asking",
+        "conversations",
+    ),
     "device": (
         *(
             "engine",
@@ -74,7 +86,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("disk", "vault", "session_log", "session_rows", "operators"),
         *("kv", "handover", "lane", "replicas", "prefix", "naming", "sessions", "live"),
         *("host", "pool", "convert", "residency", "visit"),
-        *("evaluator", "loading", "placer", "discovery", "kubernetes_api", "reconciler"),
+        *("evaluator", "p2p", "p2p_device", "p2p_decoder", "loading", "placer", "discovery"),
+        *("kubernetes_api", "reconciler"),
     ),
     "config": ("config", "discovery_config"),
     "pure": (

@@ -121,6 +121,11 @@ def _facts(stats: Stats, before: Stats | None, seconds: float) -> Iterator[tuple
         if quantiles.count:
             yield label, f"p50 {ms(quantiles.p50_ns)} ms, p99 {ms(quantiles.p99_ns)} ms"
     yield "steps", f"{stats.steps:,}" + (f", {stats.replayed_steps:,} run again" if stats.replayed_steps else "")
+    if stats.p2p_steps or stats.p2p_breaks:
+        yield (
+            "over p2p lanes",
+            f"{stats.p2p_steps:,} steps" + (f", {stats.p2p_breaks:,} broken off" if stats.p2p_breaks else ""),
+        )
     if stats.pages_total:
         yield "KV pages", _gauge(stats.pages_used, stats.pages_total)
     if stats.mean_step.total_ns:

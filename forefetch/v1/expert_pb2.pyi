@@ -16,7 +16,7 @@ class ExpertServiceDescribeRequest(_message.Message):
     def __init__(self, router: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class ExpertServiceDescribeResponse(_message.Message):
-    __slots__ = ("model_digest", "model", "shard", "shards", "layers", "hidden_size", "dtype", "device", "shm_domain", "instance_id", "max_rows", "version", "expert_format", "generation", "capacity", "row_pairs")
+    __slots__ = ("model_digest", "model", "shard", "shards", "layers", "hidden_size", "dtype", "device", "shm_domain", "instance_id", "max_rows", "version", "expert_format", "generation", "capacity", "row_pairs", "lanes")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class ExpertServiceDescribeResponse(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     ROW_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     model: str
     shard: int
@@ -49,7 +50,8 @@ class ExpertServiceDescribeResponse(_message.Message):
     generation: int
     capacity: int
     row_pairs: int
-    def __init__(self, model_digest: _Optional[str] = ..., model: _Optional[str] = ..., shard: _Optional[int] = ..., shards: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., device: _Optional[str] = ..., shm_domain: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_rows: _Optional[int] = ..., version: _Optional[str] = ..., expert_format: _Optional[str] = ..., generation: _Optional[int] = ..., capacity: _Optional[int] = ..., row_pairs: _Optional[int] = ...) -> None: ...
+    lanes: str
+    def __init__(self, model_digest: _Optional[str] = ..., model: _Optional[str] = ..., shard: _Optional[int] = ..., shards: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., device: _Optional[str] = ..., shm_domain: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_rows: _Optional[int] = ..., version: _Optional[str] = ..., expert_format: _Optional[str] = ..., generation: _Optional[int] = ..., capacity: _Optional[int] = ..., row_pairs: _Optional[int] = ..., lanes: _Optional[str] = ...) -> None: ...
 
 class PlaceRequest(_message.Message):
     __slots__ = ("epoch", "planner", "experts")
@@ -100,6 +102,44 @@ class OpenShmResponse(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     def __init__(self, instance_id: _Optional[str] = ...) -> None: ...
+
+class OpenLaneRequest(_message.Message):
+    __slots__ = ("ring", "ring_nonce", "data", "data_nonce", "meeting", "rows", "top_k", "patience_ms", "steps")
+    RING_FIELD_NUMBER: _ClassVar[int]
+    RING_NONCE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    DATA_NONCE_FIELD_NUMBER: _ClassVar[int]
+    MEETING_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_MS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    ring: str
+    ring_nonce: bytes
+    data: str
+    data_nonce: bytes
+    meeting: str
+    rows: int
+    top_k: int
+    patience_ms: int
+    steps: _containers.RepeatedCompositeFieldContainer[StepShape]
+    def __init__(self, ring: _Optional[str] = ..., ring_nonce: _Optional[bytes] = ..., data: _Optional[str] = ..., data_nonce: _Optional[bytes] = ..., meeting: _Optional[str] = ..., rows: _Optional[int] = ..., top_k: _Optional[int] = ..., patience_ms: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepShape, _Mapping]]] = ...) -> None: ...
+
+class StepShape(_message.Message):
+    __slots__ = ("rows", "parts")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    parts: int
+    def __init__(self, rows: _Optional[int] = ..., parts: _Optional[int] = ...) -> None: ...
+
+class OpenLaneResponse(_message.Message):
+    __slots__ = ("instance_id", "generation")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    generation: int
+    def __init__(self, instance_id: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class HintRequest(_message.Message):
     __slots__ = ("step", "source", "layer", "phase", "experts", "probabilities", "window_ns", "want_residency")

@@ -50,6 +50,11 @@ class ExpertServiceStub(object):
                 request_serializer=forefetch_dot_v1_dot_expert__pb2.OpenShmRequest.SerializeToString,
                 response_deserializer=forefetch_dot_v1_dot_expert__pb2.OpenShmResponse.FromString,
                 _registered_method=True)
+        self.OpenLane = channel.stream_stream(
+                '/forefetch.v1.ExpertService/OpenLane',
+                request_serializer=forefetch_dot_v1_dot_expert__pb2.OpenLaneRequest.SerializeToString,
+                response_deserializer=forefetch_dot_v1_dot_expert__pb2.OpenLaneResponse.FromString,
+                _registered_method=True)
         self.Hint = channel.stream_stream(
                 '/forefetch.v1.ExpertService/Hint',
                 request_serializer=forefetch_dot_v1_dot_expert__pb2.HintRequest.SerializeToString,
@@ -90,6 +95,15 @@ class ExpertServiceServicer(object):
         """Opens the data path of link `shm`: the router names a shared-memory segment it made; the worker answers that it is
         mapped, then serves it for as long as this stream is open. FAILED_PRECONDITION when the segment cannot be reached
         (another host): the router falls back to Forward.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenLane(self, request_iterator, context):
+        """Opens a p2p lane beside Forward or OpenShm: the router names a ring of steps in shared memory and where the lane's memory is
+        exchanged; the worker answers once it could follow, then follows the ring's steps for as long as this stream is open, and ends it
+        when it cannot. FAILED_PRECONDITION when such a lane cannot be between the two: the router stays with the link it has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,6 +150,11 @@ def add_ExpertServiceServicer_to_server(servicer, server):
                     servicer.OpenShm,
                     request_deserializer=forefetch_dot_v1_dot_expert__pb2.OpenShmRequest.FromString,
                     response_serializer=forefetch_dot_v1_dot_expert__pb2.OpenShmResponse.SerializeToString,
+            ),
+            'OpenLane': grpc.stream_stream_rpc_method_handler(
+                    servicer.OpenLane,
+                    request_deserializer=forefetch_dot_v1_dot_expert__pb2.OpenLaneRequest.FromString,
+                    response_serializer=forefetch_dot_v1_dot_expert__pb2.OpenLaneResponse.SerializeToString,
             ),
             'Hint': grpc.stream_stream_rpc_method_handler(
                     servicer.Hint,
@@ -235,6 +254,33 @@ class ExpertService(object):
             '/forefetch.v1.ExpertService/OpenShm',
             forefetch_dot_v1_dot_expert__pb2.OpenShmRequest.SerializeToString,
             forefetch_dot_v1_dot_expert__pb2.OpenShmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenLane(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/forefetch.v1.ExpertService/OpenLane',
+            forefetch_dot_v1_dot_expert__pb2.OpenLaneRequest.SerializeToString,
+            forefetch_dot_v1_dot_expert__pb2.OpenLaneResponse.FromString,
             options,
             channel_credentials,
             insecure,

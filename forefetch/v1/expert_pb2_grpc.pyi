@@ -44,6 +44,11 @@ class ExpertServiceStub:
     mapped, then serves it for as long as this stream is open. FAILED_PRECONDITION when the segment cannot be reached
     (another host): the router falls back to Forward.
     """
+    OpenLane: _grpc.StreamStreamMultiCallable[_expert_pb2.OpenLaneRequest, _expert_pb2.OpenLaneResponse]
+    """Opens a p2p lane beside Forward or OpenShm: the router names a ring of steps in shared memory and where the lane's memory is
+    exchanged; the worker answers once it could follow, then follows the ring's steps for as long as this stream is open, and ends it
+    when it cannot. FAILED_PRECONDITION when such a lane cannot be between the two: the router stays with the link it has.
+    """
     Hint: _grpc.StreamStreamMultiCallable[_expert_pb2.HintRequest, _expert_pb2.HintResponse]
     """Which experts later layers will probably need, from a router that serves its rows over Forward or OpenShm. A hint moves
     bytes early and changes nothing else: one that makes no sense is counted and dropped, and losing the stream costs hints.
@@ -71,6 +76,11 @@ class ExpertServiceAsyncStub(ExpertServiceStub):
     """Opens the data path of link `shm`: the router names a shared-memory segment it made; the worker answers that it is
     mapped, then serves it for as long as this stream is open. FAILED_PRECONDITION when the segment cannot be reached
     (another host): the router falls back to Forward.
+    """
+    OpenLane: _aio.StreamStreamMultiCallable[_expert_pb2.OpenLaneRequest, _expert_pb2.OpenLaneResponse]  # type: ignore[assignment]
+    """Opens a p2p lane beside Forward or OpenShm: the router names a ring of steps in shared memory and where the lane's memory is
+    exchanged; the worker answers once it could follow, then follows the ring's steps for as long as this stream is open, and ends it
+    when it cannot. FAILED_PRECONDITION when such a lane cannot be between the two: the router stays with the link it has.
     """
     Hint: _aio.StreamStreamMultiCallable[_expert_pb2.HintRequest, _expert_pb2.HintResponse]  # type: ignore[assignment]
     """Which experts later layers will probably need, from a router that serves its rows over Forward or OpenShm. A hint moves
@@ -114,6 +124,17 @@ class ExpertServiceServicer(metaclass=_abc_1.ABCMeta):
         """Opens the data path of link `shm`: the router names a shared-memory segment it made; the worker answers that it is
         mapped, then serves it for as long as this stream is open. FAILED_PRECONDITION when the segment cannot be reached
         (another host): the router falls back to Forward.
+        """
+
+    @_abc_1.abstractmethod
+    def OpenLane(
+        self,
+        request_iterator: _MaybeAsyncIterator[_expert_pb2.OpenLaneRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_expert_pb2.OpenLaneResponse], _abc.AsyncIterator[_expert_pb2.OpenLaneResponse]]:
+        """Opens a p2p lane beside Forward or OpenShm: the router names a ring of steps in shared memory and where the lane's memory is
+        exchanged; the worker answers once it could follow, then follows the ring's steps for as long as this stream is open, and ends it
+        when it cannot. FAILED_PRECONDITION when such a lane cannot be between the two: the router stays with the link it has.
         """
 
     @_abc_1.abstractmethod

@@ -319,7 +319,7 @@ class Quantiles(_message.Message):
     def __init__(self, p50_ns: _Optional[int] = ..., p99_ns: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("uptime_s", "requests_ok", "requests_failed", "running", "waiting", "prompt_tokens", "completion_tokens", "steps", "replayed_steps", "pages_total", "pages_used", "ttft", "tpot", "step", "workers", "kv", "mean_step", "hints", "expert_load")
+    __slots__ = ("uptime_s", "requests_ok", "requests_failed", "running", "waiting", "prompt_tokens", "completion_tokens", "steps", "replayed_steps", "pages_total", "pages_used", "ttft", "tpot", "step", "workers", "kv", "mean_step", "hints", "expert_load", "p2p_steps", "p2p_breaks")
     class RequestsFailedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -346,6 +346,8 @@ class GetStatsResponse(_message.Message):
     MEAN_STEP_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_LOAD_FIELD_NUMBER: _ClassVar[int]
+    P2P_STEPS_FIELD_NUMBER: _ClassVar[int]
+    P2P_BREAKS_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     requests_ok: int
     requests_failed: _containers.ScalarMap[str, int]
@@ -365,7 +367,9 @@ class GetStatsResponse(_message.Message):
     mean_step: StepTimings
     hints: HintStats
     expert_load: _containers.RepeatedCompositeFieldContainer[LayerLoad]
-    def __init__(self, uptime_s: _Optional[float] = ..., requests_ok: _Optional[int] = ..., requests_failed: _Optional[_Mapping[str, int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., replayed_steps: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., ttft: _Optional[_Union[Quantiles, _Mapping]] = ..., tpot: _Optional[_Union[Quantiles, _Mapping]] = ..., step: _Optional[_Union[Quantiles, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., kv: _Optional[_Union[KvStatus, _Mapping]] = ..., mean_step: _Optional[_Union[StepTimings, _Mapping]] = ..., hints: _Optional[_Union[HintStats, _Mapping]] = ..., expert_load: _Optional[_Iterable[_Union[LayerLoad, _Mapping]]] = ...) -> None: ...
+    p2p_steps: int
+    p2p_breaks: int
+    def __init__(self, uptime_s: _Optional[float] = ..., requests_ok: _Optional[int] = ..., requests_failed: _Optional[_Mapping[str, int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., replayed_steps: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., ttft: _Optional[_Union[Quantiles, _Mapping]] = ..., tpot: _Optional[_Union[Quantiles, _Mapping]] = ..., step: _Optional[_Union[Quantiles, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., kv: _Optional[_Union[KvStatus, _Mapping]] = ..., mean_step: _Optional[_Union[StepTimings, _Mapping]] = ..., hints: _Optional[_Union[HintStats, _Mapping]] = ..., expert_load: _Optional[_Iterable[_Union[LayerLoad, _Mapping]]] = ..., p2p_steps: _Optional[int] = ..., p2p_breaks: _Optional[int] = ...) -> None: ...
 
 class HintStats(_message.Message):
     __slots__ = ("mode", "setting", "trained", "sent", "dropped", "failures", "layers")

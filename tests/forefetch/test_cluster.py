@@ -257,3 +257,22 @@ def test_bad_settings_are_named(change: dict[str, object], message: str, stand_i
     values: dict[str, object] = {"model": str(stand_ins), **change}
     with pytest.raises(ConfigError, match=message):
         Cluster.start(ClusterConfig(**values))  # type: ignore[arg-type]
+
+
+def test_gpus_by_number_make_workers_on_their_own(config: ClusterConfig) -> None:
+    with Cluster.start(ClusterConfig(model=config.model, port=0, kv=False, gpus="2,0,5")) as cluster:
+        assert list(cluster.processes) == ["worker-0", "worker-1", "router"]
+        assert "--device=cuda:0" in loading_line(cluster.processes["worker-0"])
+        assert "--device=cuda:5" in loading_line(cluster.processes["worker-1"])
+        line = loading_line(cluster.processes["router"])
+        assert "--device=cuda:2" in line
+        assert "--link=p2p" in line
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"gpus": "0"}, {"gpus": "0,0"}, {"gpus": "0,x"}, {"gpus": "0,1", "device": "cuda"}, {"gpus": "0,1", "link": "local"}],
+)
+def test_gpus_that_make_no_sense_are_refused(changes: dict[str, str], config: ClusterConfig) -> None:
+    with pytest.raises(ConfigError, match="--gpus"):
+        ClusterConfig(model=config.model, **changes).validate()  # type: ignore[arg-type]

@@ -1,0 +1,221 @@
+"""Router and worker on two GPUs against both on one: step time by batch, and the bare hop between the GPUs.
+
+    python -m benchmarks.p2p --hop
+    python -m benchmarks.p2p --model synthetic:qwen3-30b-a3b --experts int4 --batch 1,16,64 --context 4096
+
+The step is the router's own, as in `benchmarks.decode`: on cuda:0 with all experts beside it, then over a p2p lane to a worker
+process whose experts are on cuda:1, in one part and in two. Logits of the first step are compared, bit for bit. `--hop` times a
+recorded step of 48 calls whose worker copies its rows: what a layer pays beyond gate and experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from benchmarks.decode import PAGE, Rig
+from benchmarks.results import Row, append
+from expert_worker.client import connect, open_lane
+from forefetch import settings
+from forefetch.kernels.hop import triton as hop
+from forefetch.p2p.device import DeviceLanes, DevicePort
+from forefetch.p2p.lane import LaneShape
+from forefetch.p2p.memory import Mapped, Meeting, visit
+from forefetch.process import Process
+from forefetch.synthetic import open_model
+from router_service.admission import SamplingParams
+from router_service.captured import CudaRecorder
+from router_service.layouts import LayoutBuffers
+from router_service.p2p import LaneTrunk, Opener
+from router_service.p2p_decoder import LaneExperts, step_shape
+from router_service.sampling import sample
+from router_service.scheduler import Chunk, Plan
+from router_service.trunk import Model
+from router_service.workers import Workers
+
+CALLS, REPLAYS, PATIENCE_S = 48, 200, 5.0
+BENCHMARK = "p2p"
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hop", action="store_true", help="the bare hop only")
+    parser.add_argument("--model", default="synthetic:qwen3-30b-a3b")
+    parser.add_argument("--experts", default="int4", help="bfloat16, int8, int4")
+    parser.add_argument("--kv", default="e2m0", help="bfloat16, or a sealed format")
+    parser.add_argument("--batch", default="64,16,1")
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--write", action="store_true", help="append to results.csv")
+    arguments = parser.parse_args()
+    rows = []
+    for row in hops() if arguments.hop else decodes(arguments):
+        rows.append(row)
+        print(f"{row.case}: {row.metric} {row.value:.3f} {row.unit}", flush=True)
+    if arguments.write:
+        append(rows)
+
+
+# ---- the bare hop ----
+
+
+def hops() -> Iterator[Row]:
+    """Recorded calls between two processes, for 1 and 64 rows of 2,048 in bfloat16."""
+    for count in (1, 64):
+        shape = LaneShape(count, 2048, 8, CALLS, 2)
+        outbox, meeting = Mapped(shape.outbox_bytes, torch.device("cuda:0")), Meeting(60.0)
+        child = torch.multiprocessing.get_context("spawn").Process(target=_echo, args=(meeting.name, shape))
+        child.start()
+        inbox = Mapped(shape.inbox_bytes, torch.device("cuda:0"), meeting.host(outbox.export()))
+        times = sorted(_router(DevicePort(inbox, outbox, shape, torch.bfloat16), shape))
+        child.join(60)
+        case = f"hop in a recorded step, {count} rows x 2048 bfloat16"
+        for share, metric in ((0.5, "p50"), (0.99, "p99")):
+            yield Row(BENCHMARK, case, metric, times[int(share * (len(times) - 1))] / CALLS * 1e6, "us")
+
+
+def _router(port: DevicePort, shape: LaneShape) -> Iterator[float]:
+    """Seconds of replays of CALLS calls."""
+    device = torch.device("cuda:0")
+    lanes = DeviceLanes(1, shape, 128, True, PATIENCE_S, device)
+    x = torch.randn(shape.rows, shape.hidden, device=device, dtype=torch.bfloat16)
+    logits = torch.randn(shape.rows, 128, device=device).bfloat16()
+    idle = torch.zeros(shape.rows, 1, dtype=torch.bool, device=device)
+    out = torch.empty_like(x)
+
+    def step() -> None:
+        for place in range(CALLS):
+            lanes.put(place, 0, x, logits, idle)
+            lanes.take(0, out, 0)
+        lanes.mirror()
+
+    replay = CudaRecorder(device)(step)
+    lanes.attach([port], torch.zeros(1, CALLS, 128, dtype=torch.int32))
+    for number in range(REPLAYS):
+        began = time.perf_counter()
+        replay()
+        torch.cuda.synchronize()
+        if number >= 20:
+            yield time.perf_counter() - began
+        lanes.confirm()
+    print("rows came back:", torch.equal(out, x), flush=True)
+
+
+def _echo(name: str, shape: LaneShape) -> None:
+    """The worker's side: results are copies of the rows."""
+    device = torch.device("cuda:1")
+    torch.cuda.set_device(device)
+    inbox = Mapped(shape.inbox_bytes, device)
+    outbox = Mapped(shape.outbox_bytes, device, visit(name, inbox.export(), 60.0))
+    port = DevicePort(inbox, outbox, shape, torch.bfloat16)
+    state, lock = torch.zeros(2, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+
+    def turn(answer: bool, wait: bool, patience_s: float = PATIENCE_S) -> None:
+        hop.turn(port.asked, port.answered, state, lock, int(patience_s * 1e9), answer=answer, wait=wait)
+
+    for flags in ((False, True), (True, True), (True, False)):
+        turn(*flags, patience_s=0.0)
+    state.zero_()
+    lock.zero_()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        turn(False, True)
+        for call in range(CALLS):
+            port.results.copy_(port.x)
+            turn(True, call < CALLS - 1)
+    for _ in range(REPLAYS):
+        graph.replay()
+    torch.cuda.synchronize()
+
+
+# ---- the whole step ----
+
+
+@contextmanager
+def worker_on(device: str, model: str, experts: str) -> Iterator[Process]:
+    """A worker process with all experts."""
+    flags = [f"--model={model}", "--allow-synthetic", f"--device={device}", f"--experts={experts}", "--max-rows=512"]
+    environment = settings.child_environment()
+    process = Process("worker", "expert_worker", flags, environment, on_line=lambda _, line: print("worker:", line))
+    process.spawn()
+    try:
+        yield process
+    finally:
+        process.end(10.0)
+
+
+def decodes(arguments: argparse.Namespace) -> Iterator[Row]:
+    """One GPU, then two, by batch."""
+    batches = [int(part) for part in arguments.batch.split(",")]
+    experts = "stored" if arguments.experts == "bfloat16" else arguments.experts
+    spec, checkpoint = open_model(arguments.model, allow_synthetic=True)
+    agreed: dict[str, Any] = {"digest": checkpoint.digest, "hidden": spec.hidden_size, "dtype": torch.bfloat16}
+    with worker_on("cuda:1", arguments.model, experts) as process:
+        tokens = max(batches) * arguments.context
+        rig = Rig(arguments.model, arguments.experts, arguments.kv, max(batches), arguments.context, tokens)
+        process.wait_ready(300.0)
+        link = connect(process.address, link="auto", max_rows=256, tls=None, timeout_s=10.0, experts=experts, **agreed)
+        workers = Workers(spec, [process.address], lambda _: link)
+        workers.wait_complete(10.0)
+        what = f"{arguments.model} {arguments.experts} experts, {arguments.kv} KV, context {arguments.context}"
+        for batch in batches:
+            first, p50 = timed(rig, rig.captured(batch), batch, arguments)
+            yield Row(BENCHMARK, f"{what}, batch {batch}, one GPU", "p50", p50, "ms")
+            for parts in (1, 2) if batch > 1 else (1,):
+                model = laned(rig, workers, batch, parts)
+                logits, p50 = timed(rig, model, batch, arguments)
+                model.close()
+                same, apart = torch.equal(logits, first), float((logits - first).abs().max() / first.abs().max())
+                print(f"batch {batch} in {parts}: bit for bit {same}; furthest {apart:.2e} of the largest logit", flush=True)
+                yield Row(BENCHMARK, f"{what}, batch {batch}, two GPUs, rows in {parts}", "p50", p50, "ms")
+        workers.close()
+
+
+def laned(rig: Rig, workers: Workers, batch: int, parts: int) -> LaneTrunk:
+    """The rig's trunk over a lane, recorded for `batch` rows in so many parts."""
+    device, spec = torch.device("cuda:0"), rig.spec
+    buffers = LayoutBuffers(
+        max_tokens=batch,
+        max_batch=batch,
+        max_pages=-(-(rig.context + PAGE) // PAGE),
+        page_size=PAGE,
+        device=device,
+        buckets=(batch,),
+        chunk_rows=(),
+    )
+    rig.buffers = buffers
+    step = step_shape((batch, 0), batch if parts == 2 else 0)
+    shape = LaneShape(batch, spec.hidden_size, spec.top_k, len(spec.moe_layers), 2)
+    lanes: Any = DeviceLanes(1, shape, spec.num_experts, True, PATIENCE_S, device)
+    opener = Opener(lambda link: open_lane(link, shape, [step], device=device, patience_s=PATIENCE_S, timeout_s=60.0))
+    experts = LaneExperts(spec, lanes, batch, torch.bfloat16, device)
+    model = LaneTrunk(rig.trunk, experts, buffers, lanes, workers, opener, lambda layout: step)
+    model.warm_up()
+    model.start(60.0)
+    return model
+
+
+def timed(rig: Rig, model: Model, batch: int, arguments: argparse.Namespace) -> tuple[torch.Tensor, float]:
+    """Logits of the first step, and the median milliseconds of a step from the plan to its tokens on the host."""
+    requests, greedy, times, first = rig.requests(batch, arguments.context), [SamplingParams()] * batch, [], torch.empty(0)
+    for step in range(arguments.steps):
+        began = time.perf_counter()
+        plan = Plan(tuple(Chunk(request, request.computed, 1) for request in requests), ())
+        filled = rig.buffers.fill(step, plan)
+        logits = model.forward(filled, None, None)  # type: ignore[arg-type]
+        if not step:
+            first = logits.clone()
+        sample(logits, greedy, [len(request.tokens) for request in requests])
+        times.append(time.perf_counter() - began)
+    return first, sorted(times[8:])[len(times[8:]) // 2] * 1e3
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""A worker's end of a lane between GPUs: a recorded graph for each shape of step.
+
+Between two calls lies one program (`turn`): it signals that results are in the router's memory, and awaits the next rows in
+ours. Experts are evaluated from there and write their sums straight into the router's memory. Calls of several lanes, and
+those over other links, take a lock on the device: the experts' kernel needs the whole GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from expert_worker.core import Core
+from expert_worker.p2p import MEETING_S, Following, steps_of
+from expert_worker.packed import PackedExperts
+from forefetch.errors import LinkDown
+from forefetch.kernels.hop import triton as hop
+from forefetch.p2p.device import DevicePort
+from forefetch.p2p.lane import Step
+from forefetch.p2p.memory import Mapped, visit
+from forefetch.v1 import expert_pb2
+
+
+class DeviceFollowing(Following):
+    """See the module."""
+
+    def __init__(self, core: Core, hello: expert_pb2.OpenLaneRequest, source: str) -> None:
+        super().__init__(core, hello, source)
+        assert isinstance(core.experts, PackedExperts)
+        self._experts = experts = core.experts
+        self._device = torch.device(core.info.device)
+        inbox = Mapped(self.shape.inbox_bytes, self._device)
+        outbox = Mapped(self.shape.outbox_bytes, self._device, visit(hello.meeting, inbox.export(), MEETING_S))
+        self._port = DevicePort(inbox, outbox, self.shape, core.info.dtype)
+        self._scratch = experts.lane_scratch(self.shape.rows)
+        self._state = torch.zeros(2, dtype=torch.int32, device=self._device)  # calls taken, fault
+        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._graphs: dict[Step, torch.cuda.CUDAGraph] = {}
+        experts.lanes += 1
+        try:
+            self._graphs = self._record(steps_of(hello))
+        except BaseException:
+            self.close()
+            raise
+
+    def step(self, step: Step) -> None:
+        """Launches the step's graph; what it finds wrong ends the lane at the next step."""
+        if int(self._seen):
+            raise LinkDown(-1, f"the router sent no rows within {self.patience_s:g} s")
+        graph = self._graphs.get(step)
+        if graph is None:
+            raise LinkDown(-1, f"a step of {step.rows} rows in {step.parts} parts was not agreed on")
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            graph.replay()
+        self.core.calls += len(self.layers) * step.parts
+        self.core.rows += len(self.layers) * step.rows
+
+    @torch.inference_mode()
+    def _record(self, steps: Sequence[Step]) -> dict[Step, torch.cuda.CUDAGraph]:
+        """A graph per shape, the largest first. Kernels are compiled by running them once, without a router."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._port.ids.fill_(-1)
+            for wait in (True, False):
+                where = self._port.asked, self._port.answered, self._state, torch.zeros_like(self._experts.lock)
+                hop.turn(*where, 0, answer=True, wait=wait)
+            for count in {count for step in steps for _, count in step.cuts()}:
+                with self._experts.alone():
+                    self._evaluate(0, slice(0, count))
+            self._settle(1)
+            self._state.zero_()
+            self._stream.synchronize()
+            self._seen.zero_()
+        graphs, pool = {}, torch.cuda.graph_pool_handle()
+        for step in sorted(steps, key=lambda step: -step.rows):
+            graphs[step] = graph = torch.cuda.CUDAGraph()
+            with torch.cuda.device(self._device):
+                with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                    self._calls(step)
+        return graphs
+
+    def _calls(self, step: Step) -> None:
+        self._turn(answer=False, wait=True)
+        cuts = [(place, slice(first, first + n)) for place in range(len(self.layers)) for first, n in step.cuts()]
+        for number, (place, rows) in enumerate(cuts, 1):
+            self._evaluate(place, rows)
+            self._turn(answer=True, wait=number < len(cuts))
+        self._settle(step.rows)
+
+    def _evaluate(self, place: int, rows: slice) -> None:
+        port = self._port
+        where = (port.x[rows], port.ids[place, rows], port.weights[rows], port.results[rows])
+        self._experts.evaluate(self.layers[place], *where, self._scratch)
+
+    def _settle(self, rows: int) -> None:
+        """The step's end: its choices are counted, and the host can see whether it went well."""
+        self._experts.count(self._port.ids[:, :rows])
+        self._seen.copy_(self._state[1:], non_blocking=True)
+
+    def _turn(self, *, answer: bool, wait: bool) -> None:
+        where = self._port.asked, self._port.answered, self._state, self._experts.lock
+        hop.turn(*where, int(self.patience_s * 1e9), answer=answer, wait=wait)
+
+    def leave(self) -> None:
+        """Also ends the device's waits: the fault is set beside what runs."""
+        super().leave()
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
+            self._state[1:].fill_(1)
+
+    def close(self) -> None:
+        """Gives everything back once the device is done with it; waits are bounded."""
+        self._stream.synchronize()
+        self._graphs.clear()
+        self._port.close()
+        self._experts.lanes -= 1

@@ -1,0 +1,228 @@
+"""Recorded steps whose experts are on other GPUs: lanes to all workers beside their links, and what happens when one breaks.
+
+A step that fits a layout is announced to every worker, replayed, and confirmed before anything of it counts. When a lane does
+not answer, or its worker is gone, the step ends in LinkDown like one over any link: nothing was committed, all lanes are
+given up, and the same tokens are computed over the workers' other links, until a thread has opened lanes to all of them
+again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from expert_worker.client import Lane, Link
+from forefetch.errors import ForefetchError, LinkDown
+from forefetch.p2p.lane import Step
+from forefetch.telemetry.ring import StepStamps
+from router_service.batch import StepBatch
+from router_service.captured import CapturedTrunk, Recorder
+from router_service.layouts import LayoutBuffers
+from router_service.p2p_decoder import LaneDecoder, LaneExperts, Lanes
+from router_service.trunk import Experts, Observer, Trunk
+from router_service.workers import Workers
+
+log = logging.getLogger("forefetch.router")
+
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.2, 10.0
+STEADY_STEPS = 64
+Open = Callable[[Link], Lane]
+
+
+class Attached(Lanes, Protocol):
+    """Lanes as their owner sees them."""
+
+    def attach(self, ports: Sequence[object], owners: Tensor) -> None:
+        """From now on these, in the order of workers. owners [R, L, E] of MoE layers."""
+
+    def detach(self) -> None:
+        """None any more; their memory may go afterwards."""
+
+    def abort(self, lane: int, reason: str) -> None:
+        """A worker is gone. Any thread."""
+
+    def confirm(self) -> None:
+        """LinkDown if the step that has just ended went wrong."""
+
+
+class Opener:
+    """Opens lanes to a set of links on a thread of its own, again and again until it has all of them or others are wanted."""
+
+    def __init__(self, open: Open) -> None:
+        self._open = open
+        self._guard = threading.Condition()
+        self._wanted: tuple[Link, ...] = ()
+        self._found: tuple[tuple[Link, ...], list[Lane]] | None = None
+        self._closed = False
+        self.reason = ""  # why there are none yet
+        threading.Thread(target=self._run, name="lanes", daemon=True).start()
+
+    def want(self, links: tuple[Link, ...]) -> None:
+        """Lanes to these are wanted now; () for none."""
+        with self._guard:
+            if self._wanted != links:
+                self._wanted = links
+                self._guard.notify_all()
+
+    def take(self, links: tuple[Link, ...]) -> list[Lane] | None:
+        """The lanes to these, if they are there and all alive; they are the caller's then."""
+        with self._guard:
+            found, self._found = self._found, None
+            if found is None:
+                return None
+            if found[0] == links and not any(lane.down for lane in found[1]):
+                self._wanted = ()
+                return found[1]
+            self._guard.notify_all()
+        _close(found[1])
+        return None
+
+    def wait(self, timeout_s: float) -> None:
+        """Until lanes are there."""
+        with self._guard:
+            self._guard.wait_for(lambda: self._found is not None or self._closed, timeout_s)
+
+    def close(self) -> None:
+        """Ends the thread and what nobody took."""
+        with self._guard:
+            self._closed, found = True, self._found
+            self._guard.notify_all()
+        _close(found[1] if found else [])
+
+    def _run(self) -> None:
+        pause = FIRST_PAUSE_S
+        while True:
+            with self._guard:
+                self._guard.wait_for(lambda: self._closed or (self._wanted and self._found is None))
+                links = self._wanted
+            if self._closed:
+                return
+            lanes = self._opened(links)
+            with self._guard:
+                if lanes is not None and not self._closed:
+                    self._found, pause = (links, lanes), FIRST_PAUSE_S
+                    self._guard.notify_all()
+                    continue
+                self._guard.wait_for(lambda: self._closed or self._wanted != links, pause)  # noqa: B023
+            _close(lanes or [])
+            pause = min(2 * pause, LAST_PAUSE_S)
+
+    def _opened(self, links: Sequence[Link]) -> list[Lane] | None:
+        lanes: list[Lane] = []
+        try:
+            for link in links:
+                lanes.append(self._open(link))
+            return lanes
+        except ForefetchError as error:
+            log.warning("no p2p lanes: %s", error)
+            self.reason = str(error)
+        except Exception:
+            log.exception("defect while opening p2p lanes")
+            self.reason = "internal error"
+        _close(lanes)
+        return None
+
+
+class LaneTrunk(CapturedTrunk):
+    """Stands in for a Trunk: recorded steps over lanes while they are up, the trunk over the other links otherwise."""
+
+    ahead = False  # a step is only good once its lanes have answered
+
+    def __init__(
+        self,
+        trunk: Trunk,
+        experts: LaneExperts,
+        buffers: LayoutBuffers,
+        lanes: Attached,
+        workers: Workers,
+        opener: Opener,
+        shape_of: Callable[[tuple[int, int]], Step],
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(trunk, experts, buffers, recorder, LaneDecoder(trunk, experts, shape_of))
+        self._lanes, self._workers, self._opener, self._shape_of = lanes, workers, opener, shape_of
+        self._links: tuple[Link, ...] = ()  # those that lanes are attached to
+        self._attached: list[Lane] = []
+        self._pause_s, self._not_before = FIRST_PAUSE_S, 0.0  # lanes that break at once are not tried at once again
+        self._counts = workers.lanes
+
+    def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None = None) -> Tensor:
+        """As Trunk.forward; over lanes the device is done when it returns."""
+        if not (self._up() and self.fits(batch, observer)):
+            self._replayed = False
+            logits = self.trunk.forward(batch, experts, stamps, observer)
+            return logits if batch.picks is None else logits[batch.picks]
+        try:
+            for lane in self._attached:
+                lane.announce(self._shape_of(batch.layout))
+            logits = super().forward(batch, experts, stamps, observer)
+            if logits.is_cuda:
+                torch.cuda.current_stream(logits.device).synchronize()
+            self._lanes.confirm()
+        except LinkDown as error:
+            self._counts.breaks += 1
+            self._not_before, self._pause_s = monotonic() + self._pause_s, min(2 * self._pause_s, LAST_PAUSE_S)
+            log.warning("a step over p2p lanes broke off: worker %s: %s", self._named(error.worker), error)
+            self._drop()
+            raise
+        self._counts.steps += 1
+        self._pause_s = FIRST_PAUSE_S if self._counts.steps % STEADY_STEPS == 0 else self._pause_s
+        return logits
+
+    def _named(self, worker: int) -> str:
+        return self._workers.rows[worker].address if 0 <= worker < len(self._workers.rows) else "?"
+
+    def _up(self) -> bool:
+        """Whether lanes to just the workers that are connected now are there; looks after getting them."""
+        links = tuple(worker.link for worker in self._workers.rows if worker.link is not None)
+        links = links if len(links) == len(self._workers.rows) else ()
+        if self._attached and (links != self._links or any(lane.down for lane in self._attached)):
+            self._drop()
+        if not self._attached and monotonic() >= self._not_before:
+            self._opener.want(links)
+            found = self._opener.take(links) if links else None
+            if found is not None:
+                self._attach(links, found)
+        return bool(self._attached)
+
+    def _attach(self, links: tuple[Link, ...], lanes: list[Lane]) -> None:
+        owners = torch.from_numpy(self._workers.owners[:, list(self.trunk.spec.moe_layers)])
+        self._lanes.attach([lane.port for lane in lanes], owners)
+        self._links, self._attached, self._counts.up = links, lanes, True
+        for index, lane in enumerate(lanes):
+            lane.on_down = lambda reason, index=index: self._lanes.abort(index, reason)  # type: ignore[misc]
+            if lane.down:
+                self._lanes.abort(index, lane.down)
+        log.info("p2p lanes to %d workers are up", len(lanes))
+
+    def _drop(self) -> None:
+        """Gives all lanes up."""
+        lanes, self._attached, self._links, self._counts.up = self._attached, [], (), False
+        for lane in lanes:
+            lane.on_down = lambda reason: None
+        self._lanes.detach()
+        _close(lanes)
+
+    def start(self, timeout_s: float) -> None:
+        """Waits for the first lanes, so that the first request finds them; without them the other links serve."""
+        links = tuple(worker.link for worker in self._workers.rows if worker.link is not None)
+        self._opener.want(links)
+        self._opener.wait(timeout_s)
+        if not self._up():
+            log.warning("starting without p2p lanes: %s", self._opener.reason or "the workers did not open them in time")
+
+    def close(self) -> None:
+        """Ends lanes and the thread."""
+        self._opener.close()
+        self._drop()
+
+
+def _close(lanes: Sequence[Lane]) -> None:
+    for lane in lanes:
+        lane.close()

@@ -1,0 +1,195 @@
+"""The recorded step over p2p lanes, and its form for large batches: two halves that take turns.
+
+While the workers evaluate one half's experts, the router runs the other half's attention. One stream on each side is enough:
+the router sends half 0, then half 1, and takes half 0 back where the next layer begins. Rows and sums are those of the
+undivided step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from forefetch.kernels.attention import PagedPlan
+from forefetch.kernels.norm import add_rms_norm
+from forefetch.p2p.lane import Step
+from forefetch.spec import ModelSpec
+from router_service.batch import StepBatch
+from router_service.decoder import Decoder, Mark
+from router_service.trunk import Attention, Layer, Trunk, project
+
+
+class Lanes(Protocol):
+    """The router's end of all lanes: `HostLanes`, `DeviceLanes`."""
+
+    def put(self, place: int, first: int, x: Tensor, logits: Tensor, idle: Tensor) -> None:
+        """Sends rows first .. first + N of MoE layer `place`: x [N, H], logits [N, E]; idle [N, 1] bool: padding."""
+
+    def take(self, first: int, out: Tensor, lag: int) -> None:
+        """out [N, H] = the sum of what the workers answered. lag: calls put since the awaited one."""
+
+    def mirror(self) -> None:
+        """The end of a step."""
+
+
+class LaneExperts:
+    """Experts behind lanes, as a Decoder wants them."""
+
+    def __init__(self, spec: ModelSpec, lanes: Lanes, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._lanes, self._places = lanes, {layer: place for place, layer in enumerate(spec.moe_layers)}
+        self._out = torch.zeros(max_rows, spec.hidden_size, dtype=dtype, device=device)
+        self._idle = torch.ones(max_rows, 1, dtype=torch.bool, device=device)
+        self._sent = 0  # calls of this step
+
+    def begin(self, idle: Tensor) -> None:
+        """A step begins; idle [T, 1] marks padding."""
+        self._idle, self._sent = idle, 0
+
+    def send(self, layer: int, first: int, x: Tensor, logits: Tensor) -> int:
+        """Rows first .. first + N on their way; the number of their call."""
+        self._lanes.put(self._places[layer], first, x, logits, self._idle[first : first + len(x)])
+        self._sent += 1
+        return self._sent
+
+    def receive(self, first: int, count: int, call: int) -> Tensor:
+        """What came back from a call with rows first .. first + count [count, H]; valid until they are received again."""
+        out = self._out[first : first + count]
+        self._lanes.take(first, out, self._sent - call)
+        return out
+
+    def route(self, layer: int, x: Tensor, logits: Tensor) -> Tensor:
+        """x [T, H], gate logits [T, E] -> [T, H]. Valid until the next call."""
+        return self.receive(0, len(x), self.send(layer, 0, x, logits))
+
+    def run(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Steps that are not recorded go over the other links."""
+        raise AssertionError("lanes carry recorded steps only")
+
+    def settle(self, idle: Tensor) -> None:
+        """The step's end; workers count its pairs themselves."""
+        self._lanes.mirror()
+
+    def check(self) -> None:
+        """See `LaneTrunk`, which confirms every step."""
+
+
+@dataclass
+class _Half:
+    """Rows first .. first + count of a step, and where they are: x residual, h normed."""
+
+    first: int
+    count: int
+    attention: Attention
+    cos: Tensor
+    sin: Tensor
+    x: Tensor
+    h: Tensor
+    local: Tensor | None = None  # what is added to the experts' sum: the shared expert; None: nothing
+    dense: Tensor | None = None  # the whole of a layer without routed experts
+    call: int = 0  # that it waits for; 0: none
+
+
+class LaneDecoder(Decoder):
+    """shape_of(layout): how many rows it has, and in how many parts they are sent."""
+
+    experts: LaneExperts
+
+    def __init__(self, trunk: Trunk, experts: LaneExperts, shape_of: Callable[[tuple[int, int]], Step]) -> None:
+        super().__init__(trunk, experts)
+        self._shape_of = shape_of
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, mark: Mark = lambda layer, part: None) -> Tensor:
+        """As Decoder.forward."""
+        self.experts.begin(batch.slots[:, None] < self.trunk.cache.page_size)
+        step = self._shape_of(batch.layout)
+        return super().forward(batch, mark) if step.parts == 1 else self._in_turns(batch, step, mark)
+
+    def _in_turns(self, batch: StepBatch, step: Step, mark: Mark) -> Tensor:
+        """A step of decode rows. Marks are the first half's; its wait holds the other's attention."""
+        spec, trunk = self.spec, self.trunk
+        halves = [self._begin(batch, first, count) for first, count in step.cuts()]
+        following = [*(layer.input_norm for layer in trunk.layers[1:]), trunk.final_norm]
+        for index, layer in enumerate(trunk.layers):
+            for number, half in enumerate(halves):
+                if index:
+                    self._land(half, following[index - 1])
+                    self._mark(mark, number, index - 1, 3, 4)
+                self._mark(mark, number, index, 0)
+                qkv = self._shaped(layer, project(half.h, layer.qkv, layer.qkv_bias))
+                y = half.attention.decode(index, qkv, half.cos, half.sin, self._head_norms[index])
+                y = project(y.flatten(1), layer.o, layer.o_bias)
+                half.x, half.h = add_rms_norm(half.x, y, layer.post_norm, spec.rms_eps, spec.residual_multiplier)
+                self._mark(mark, number, index, 1)
+                self._send(index, layer, half)
+                self._mark(mark, number, index, 2)
+        for number, half in enumerate(halves):
+            self._land(half, following[-1])
+            self._mark(mark, number, len(trunk.layers) - 1, 3, 4)
+        self.experts.settle(batch.slots[:, None])
+        logits = linear(torch.cat([half.h for half in halves]), trunk.head).float()
+        return logits / spec.logits_divisor if spec.logits_divisor != 1.0 else logits
+
+    @staticmethod
+    def _mark(mark: Mark, number: int, layer: int, *parts: int) -> None:
+        for part in parts if number == 0 else ():
+            mark(layer, part)
+
+    def _begin(self, batch: StepBatch, first: int, count: int) -> _Half:
+        spec, trunk = self.spec, self.trunk
+        part = cut(batch, first, count)
+        cos, sin = trunk.rope.tables(part.positions, trunk.dtype)
+        x = trunk.embedding[part.token_ids]
+        if spec.embedding_multiplier != 1.0:
+            x = x * spec.embedding_multiplier
+        x, h = add_rms_norm(x, None, trunk.layers[0].input_norm, spec.rms_eps)
+        return _Half(first, count, trunk.cache.step(part, trunk.dtype, spec.attention_scale), cos, sin, x, h)
+
+    def _send(self, index: int, layer: Layer, half: _Half) -> None:
+        half.local, half.dense, half.call = None, None, 0
+        if layer.gate is None:
+            assert layer.dense is not None
+            half.dense = layer.dense(half.h)
+            return
+        half.call = self.experts.send(index, half.first, half.h, linear(half.h, layer.gate))
+        if layer.shared is not None and layer.shared_gate is not None:
+            half.local = torch.sigmoid(linear(half.h, layer.shared_gate)) * layer.shared(half.h)
+
+    def _land(self, half: _Half, norm: Tensor) -> None:
+        """The layer's sum, and the next norm."""
+        y = half.dense
+        if half.call:
+            y = self.experts.receive(half.first, half.count, half.call)
+            y = y if half.local is None else y + half.local
+        half.x, half.h = add_rms_norm(half.x, y, norm, self.spec.rms_eps, self.spec.residual_multiplier)
+
+
+def step_shape(layout: tuple[int, int], halves_from: int) -> Step:
+    """How a layout (decode rows, prompt rows) crosses lanes: in halves if it only decodes, from so many rows on (0: never)."""
+    decodes, prompt = layout
+    return Step(decodes + prompt, 2 if halves_from and not prompt and decodes >= halves_from else 1)
+
+
+def cut(batch: StepBatch, first: int, count: int) -> StepBatch:
+    """Rows first .. first + count of a step that only decodes, as a step. Real rows come first in each, as in the whole."""
+    assert batch.paged is not None
+    rows = slice(first, first + count)
+    return replace(
+        batch,
+        tokens=max(0, min(count, batch.tokens - first)),
+        decodes=count,
+        token_ids=batch.token_ids[rows],
+        positions=batch.positions[rows],
+        slots=batch.slots[rows],
+        page_table=batch.page_table[rows],
+        lengths=batch.lengths[rows],
+        lanes=batch.lanes[rows],
+        loaded=batch.loaded[rows],
+        paged=PagedPlan(batch.paged.table[rows], batch.paged.lengths[rows]),
+        held=None if batch.held is None else batch.held[:, rows],
+    )

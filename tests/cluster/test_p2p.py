@@ -1,0 +1,87 @@
+"""Link p2p on CPUs: the lanes' protocol between real processes, in shared memory instead of the memory of GPUs."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from cluster_calls import SMALL, Background, Router, Start, until
+from reference_model import CASES, Oracle
+
+from forefetch import shm
+from forefetch.cluster import Cluster
+
+pytestmark = pytest.mark.skipif(bool(shm.unsupported()), reason=shm.unsupported())
+
+CASE = "qwen3"
+PROMPT = CASES[CASE].prompt
+LONG = 160
+FLAGS = (*SMALL, "--worker-grace-s=60", "--p2p-halves-from=4", "--p2p-patience-s=1", "--batch-buckets=1,2,4", "--max-batch=4")
+
+
+@pytest.fixture(scope="module")
+def cluster(start: Start) -> Cluster:
+    return start(CASE, link="p2p", router=FLAGS)
+
+
+@pytest.fixture
+def router(cluster: Cluster) -> Iterator[Router]:
+    """A connection to a router that uses its lanes before the test and, after it, again."""
+    client = Router(cluster.address)
+    lanes_carry(client)
+    yield client
+    lanes_carry(client)
+    client.close()
+
+
+def lanes_carry(router: Router) -> None:
+    """Steps cross over the lanes now."""
+
+    def moved() -> bool:
+        before = router.stats().p2p_steps
+        router.generate(PROMPT, 2)
+        return router.stats().p2p_steps > before
+
+    until(moved, 30.0, every=0.2)
+
+
+def test_answers_are_the_oracles(router: Router, oracle: Callable[[str], Oracle]) -> None:
+    """One row, and four that go in two halves."""
+    expected = oracle(CASE).greedy(PROMPT, 24)
+    assert router.generate(PROMPT, 24).tokens == expected
+    before = router.stats()
+    streams = [Background(router, PROMPT, 24) for _ in range(4)]
+    assert [stream.done().tokens for stream in streams] == [expected] * 4
+    after = router.stats()
+    assert after.p2p_steps > before.p2p_steps
+    assert after.p2p_breaks == before.p2p_breaks
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+def test_a_worker_killed_in_a_step_costs_no_token(
+    streams: int, router: Router, cluster: Cluster, oracle: Callable[[str], Oracle]
+) -> None:
+    running = [Background(router, PROMPT, LONG) for _ in range(streams)]
+    running[0].wait_for(8)
+    cluster.kill("worker-1")
+    assert len(running[0].tokens) < LONG, "the kill came too late to test anything"
+    cluster.restart("worker-1")
+    expected = oracle(CASE).greedy(PROMPT, LONG)
+    assert [(stream.done().error, stream.tokens) for stream in running] == [(None, expected)] * streams
+    assert running[0].finish.usage.replayed_steps >= 1
+
+
+def test_a_stalled_worker_ends_the_wait_by_its_bound(router: Router, cluster: Cluster, oracle: Callable[[str], Oracle]) -> None:
+    """Longer than the lanes' patience and shorter than the other link's: the step is computed again over that one."""
+    before = router.stats().p2p_breaks
+    stream = Background(router, PROMPT, LONG)
+    stream.wait_for(8)
+    cluster.processes["worker-0"].signal(signal.SIGSTOP)
+    time.sleep(2.0)
+    stalled = len(stream.tokens)
+    cluster.processes["worker-0"].signal(signal.SIGCONT)
+    assert stream.done().tokens == oracle(CASE).greedy(PROMPT, LONG)
+    assert stalled < LONG
+    assert router.stats().p2p_breaks == before + 1
