@@ -70,7 +70,7 @@ class CapturedTrunk:
         self._record = recorder or CudaRecorder(trunk.embedding.device)
         self._steps: dict[tuple[int, int, bool], tuple[Replay, list[Tensor]]] = {}
         self._clock = LayerClock(trunk.spec.layers, trunk.embedding.device)
-        self._ran = [_Ran(), _Ran()]  # by the last bit of a step's number: one may be launched before the other is timed
+        self._ran = [Ran(), Ran()]  # by the last bit of a step's number: one may be launched before the other is timed
 
     def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Records every layout, the largest first, so that smaller ones fit the memory that it took."""
@@ -93,7 +93,7 @@ class CapturedTrunk:
         """As Trunk.forward. Logits are valid until the next one. `experts` is not used: these are resident."""
         marked = bool(batch.trace) or batch.step % MARK_EVERY == 0
         found = self._steps.get((*batch.layout, marked)) if self.fits(batch, observer) else None
-        self._ran[batch.step % 2] = ran = _Ran(found is not None)
+        self._ran[batch.step % 2] = ran = Ran(found is not None)
         if found is None:
             return self.trunk.forward(batch, self._experts, stamps, observer)
         replay, logits = found
@@ -119,7 +119,7 @@ class CapturedTrunk:
 
 
 @dataclass
-class _Ran:
+class Ran:
     """What a step was. Of a marked one, on the host once its tokens are: the clock's points, and `Resident.fault`."""
 
     replayed: bool = False

@@ -22,7 +22,7 @@ from forefetch.errors import ForefetchError, LinkDown
 from forefetch.p2p.lane import Step
 from forefetch.telemetry.ring import StepStamps
 from router_service.batch import StepBatch
-from router_service.captured import CapturedTrunk, Recorder
+from router_service.captured import CapturedTrunk, Ran, Recorder
 from router_service.layouts import LayoutBuffers
 from router_service.p2p_decoder import LaneDecoder, LaneExperts, Lanes
 from router_service.trunk import Experts, Observer, Trunk
@@ -155,7 +155,7 @@ class LaneTrunk(CapturedTrunk):
     def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None = None) -> Tensor:
         """As Trunk.forward; over lanes the device is done when it returns."""
         if not (self._up() and self.fits(batch, observer)):
-            self._replayed = False
+            self._ran[batch.step % 2] = Ran(False)
             logits = self.trunk.forward(batch, experts, stamps, observer)
             return logits if batch.picks is None else logits[batch.picks]
         try:

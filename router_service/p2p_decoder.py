@@ -44,6 +44,7 @@ class LaneExperts:
         self._lanes, self._places = lanes, {layer: place for place, layer in enumerate(spec.moe_layers)}
         self._out = torch.zeros(max_rows, spec.hidden_size, dtype=dtype, device=device)
         self._idle = torch.ones(max_rows, 1, dtype=torch.bool, device=device)
+        self._fault = torch.zeros(1, dtype=torch.int32, device=device)
         self._sent = 0  # calls of this step
 
     def begin(self, idle: Tensor) -> None:
@@ -74,8 +75,13 @@ class LaneExperts:
         """The step's end; workers count its pairs themselves."""
         self._lanes.mirror()
 
+    @property
+    def fault(self) -> Tensor:
+        """int32 [1], always 0: `LaneTrunk` confirms every step."""
+        return self._fault
+
     def check(self) -> None:
-        """See `LaneTrunk`, which confirms every step."""
+        """Nothing to find."""
 
 
 @dataclass
@@ -132,8 +138,8 @@ class LaneDecoder(Decoder):
             self._land(half, following[-1])
             self._mark(mark, number, len(trunk.layers) - 1, 3, 4)
         self.experts.settle(batch.slots[:, None])
-        logits = linear(torch.cat([half.h for half in halves]), trunk.head).float()
-        return logits / spec.logits_divisor if spec.logits_divisor != 1.0 else logits
+        logits = linear(torch.cat([half.h for half in halves]), trunk.head)
+        return logits.float() / spec.logits_divisor if spec.logits_divisor != 1.0 else logits
 
     @staticmethod
     def _mark(mark: Mark, number: int, layer: int, *parts: int) -> None:
