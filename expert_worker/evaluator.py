@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -37,8 +37,8 @@ class Evaluator(Protocol):
         """The model's indices of the layer's experts that are in fast memory, ascending."""
         ...
 
-    def pairs_of(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Pairs evaluated by each of these experts of a layer since the process began."""
+    def pairs_of(self, held: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+        """Pairs evaluated by each of these experts, MoE layer -> experts, since the process began."""
         ...
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from expert_worker.convert import Shard, fill
+from expert_worker.copying import Lane
 from expert_worker.host import Host
 from expert_worker.pool import Pool, plain
-from expert_worker.residency import Copied, CopyFailed, Residency, StartCopy, Wait
+from expert_worker.residency import Copied, Residency
 from expert_worker.shelf import Shelf
 from expert_worker.slots import Slots, uses_of
 from expert_worker.visit import Visit
@@ -266,55 +267,10 @@ class Experts:
         with self.residency.changed:
             return [self.members[number][1] for number in self.residency.slots.ready(place)]
 
-    def pairs_of(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Pairs evaluated by each of these experts of a layer since the process began."""
-        counts: list[int] = self.load[self._all[self.layers[layer]][np.array(experts, dtype=np.int64) + 1]].tolist()
-        return counts
-
-
-class Lane:
-    """How an expert gets into a slot: in this thread on a CPU, on a stream beside the computation on a GPU."""
-
-    def __init__(self, pool: Pool, host: Host, check: bool) -> None:
-        self._pool, self._host, self._check = pool, host, check
-        self._stream = torch.cuda.Stream(pool.memory.device) if pool.memory.is_cuda else None  # type: ignore[no-untyped-call]
-        self._used: dict[int, torch.cuda.Event] = {}  # slot -> when the computation has read it
-        self.start: StartCopy = self._start if self._stream is None else self._launch
-
-    def _start(self, slot: int, number: int) -> Wait:
-        self._pool.fill(slot, self._host.blob(number), self._host.format)
-        self._verify(slot, number)
-        return _nothing
-
-    def _launch(self, slot: int, number: int) -> Wait:
-        assert self._stream is not None
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            if slot in self._used:
-                self._stream.wait_event(self._used.pop(slot))
-            self._pool.fill(slot, self._host.blob(number), self._host.format)
-            done.record(self._stream)
-
-        def wait() -> None:
-            done.synchronize()
-            self._verify(slot, number)
-
-        return wait
-
-    def used(self, slots: Sequence[int]) -> None:
-        """The computation launched so far reads these slots: nothing may be written to them before it is done."""
-        if self._stream is not None:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            self._used.update(dict.fromkeys(slots, event))
-
-    def _verify(self, slot: int, number: int) -> None:
-        if self._check and self._pool.differs(slot, self._host, number):
-            raise CopyFailed("a slot does not hold what host memory says")
-
-
-def _nothing() -> None:
-    pass
+    def pairs_of(self, held: Held) -> dict[int, list[int]]:
+        """Pairs evaluated by each of these experts since the process began."""
+        numbers = {layer: self._all[self.layers[layer]][np.array(held[layer], dtype=np.int64) + 1] for layer in held}
+        return {layer: self.load[each].tolist() for layer, each in numbers.items()}
 
 
 def _quiet(done: int, total: int) -> None:

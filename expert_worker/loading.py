@@ -94,11 +94,15 @@ class Loader:
     def _on_gpu(self, held: Shard, storage: Storage, how: dict[str, Any]) -> Evaluator:
         """Experts packed in the GPU's memory: all of them, or in slots."""
         from expert_worker.packed import PackedExperts, packed_format
+        from expert_worker.packed_placed import PlacedPackedExperts
         from expert_worker.packed_slots import SlottedExperts
 
         config, spec, checkpoint = self._config, self._spec, self._checkpoint
         kind = cast(Kind, str(self._dtype).removeprefix("torch.") if config.experts == "stored" else config.experts)
         format = packed_format(spec, kind, self._dtype, self._device)
+        if storage.places and storage.slots == storage.places:
+            sizes: dict[str, Any] = {"device": self._device, "dtype": self._dtype, "max_rows": config.max_rows}
+            return PlacedPackedExperts(spec, checkpoint, storage.places, format, **sizes)
         if storage.slots == sum(map(len, held.values())) and not storage.places:
             if len(set(held.values())) > 1:  # a placement with another set in every layer
                 return Experts(spec, checkpoint, held, storage, **how)

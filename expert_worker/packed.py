@@ -7,7 +7,7 @@ over a wire use `forward`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -102,10 +102,10 @@ class PackedExperts:
         counts: npt.NDArray[np.int64] = self._load[:, list(self.held)].cpu().numpy()
         return counts
 
-    def pairs_of(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Pairs evaluated by each of these experts of a layer. Waits for the device."""
-        counts: list[int] = self._load[self.layers[layer], list(experts)].tolist()
-        return counts
+    def pairs_of(self, held: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+        """Pairs evaluated by each of these experts. Waits for the device."""
+        counts = self._load.cpu().numpy()
+        return {layer: counts[self.layers[layer], list(experts)].tolist() for layer, experts in held.items()}
 
     def run(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], ids, weights [T, K] -> [T, H]; pairs with id -1 count nothing. Valid until the next call."""

@@ -161,8 +161,9 @@ class ExpertService:
             evaluator = core.experts
             stats.copies_failed = evaluator.copied.failed
             stats.weight_bytes = evaluator.weight_bytes
-            for layer, experts in core.info.layers.items():
-                stats.load.add(layer=layer, experts=experts, pairs=evaluator.pairs_of(layer, experts))
+            layers = core.info.layers
+            for layer, pairs in evaluator.pairs_of(layers).items():
+                stats.load.add(layer=layer, experts=layers[layer], pairs=pairs)
             if self.placer is not None:
                 stats.experts_loaded, stats.experts_unloaded = self.placer.loaded, self.placer.unloaded
         return stats
