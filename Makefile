@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench clean
+.PHONY: help install promtool demo test check bench clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -34,6 +34,13 @@ $(STAMP): pyproject.toml
 	test -x $(VENV)/checkov/bin/python || $(BIN)/python -m venv $(VENV)/checkov
 	$(VENV)/checkov/bin/python -m pip install --quiet $(CHECKOV)
 	@touch $(STAMP)
+
+promtool: $(BIN)/promtool ## Prometheus' checker of rules, out of Debian's package, for two tests that skip without it
+
+$(BIN)/promtool: | $(STAMP)
+	rm -rf $(VENV)/prometheus && mkdir -p $(VENV)/prometheus
+	cd $(VENV)/prometheus && apt-get download -q prometheus && dpkg-deb --extract prometheus_*.deb .
+	mv $(VENV)/prometheus/usr/bin/promtool $@ && rm -rf $(VENV)/prometheus
 
 demo: $(STAMP) ## start a cluster, generate from two prompts, show where the milliseconds went
 	$(BIN)/forefetch demo

@@ -16,7 +16,7 @@ from time import perf_counter
 import torch
 
 from benchmarks.results import Row, append
-from expert_worker.experts import Lane
+from expert_worker.copying import Lane
 from expert_worker.host import Host
 from expert_worker.packed_slots import PackedPool
 from expert_worker.residency import Residency

@@ -7,23 +7,56 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import promql_parser as promql
 import pytest
 import yaml
 from charts import ROOT
 
 FOLDER = ROOT / "deploy" / "observability"
-PROMTOOL = shutil.which("promtool")
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool comes with Debian's package prometheus")
+PROMTOOL = shutil.which("promtool", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="`make promtool` takes it out of Debian's package prometheus")
+
+
+def groups() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = yaml.safe_load((FOLDER / "rules.yaml").read_text())["groups"]
+    return found
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in groups() for rule in group["rules"]]
 
 
 def alerts() -> list[dict[str, Any]]:
-    groups = yaml.safe_load((FOLDER / "rules.yaml").read_text())["groups"]
-    return [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    return [rule for rule in rules() if "alert" in rule]
+
+
+def queries() -> list[str]:
+    """What the dashboard asks, its variables filled in."""
+    dashboard = json.loads((FOLDER / "dashboard.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    return [re.sub(r"\$\{?\w+\}?", ".*", query.replace("$__rate_interval", "1m")) for query in asked]
+
+
+def selectors(expression: Any) -> Iterator[tuple[str, bool]]:
+    """(metric, whether a range of it is taken) of everything that an expression reads."""
+    if isinstance(expression, promql.MatrixSelector):
+        yield expression.vector_selector.name, True
+    elif isinstance(expression, promql.VectorSelector):
+        yield expression.name, False
+    else:
+        children = [getattr(expression, name, None) for name in ("expr", "lhs", "rhs", "param")]
+        for child in (*children, *getattr(expression, "args", ())):
+            if child is not None:
+                yield from selectors(child)
 
 
 @needs_promtool
@@ -31,6 +64,44 @@ def alerts() -> list[dict[str, Any]]:
 def test_promtool_is_content(arguments: tuple[str, ...]) -> None:
     done = subprocess.run([str(PROMTOOL), *arguments], cwd=FOLDER, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_expression_is_one() -> None:
+    """A real parser of PromQL: syntax, functions, types of arguments. The dashboard's, too, which promtool does not read."""
+    asked = [rule["expr"] for rule in rules()] + queries()
+    assert len(asked) > 50
+    for expression in asked:
+        assert any(True for _ in selectors(promql.parse(expression))), expression
+
+
+@pytest.mark.parametrize("wrong", ["rate(forefetch_x_total)", "sum by (a rate(x[5m]))", "histogram_quantile(x[5m], 1)", "x[5q]"])
+def test_the_parser_bites(wrong: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        promql.parse(wrong)
+
+
+def test_rules_have_the_form_that_prometheus_takes() -> None:
+    names = [rule.get("alert") or rule["record"] for rule in rules()]
+    assert len(set(names)) == len(names)
+    assert len({group["name"] for group in groups()}) == len(groups())
+    for rule in rules():
+        if "alert" in rule:
+            assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+            assert promql.parse_duration(rule.get("for", "1s"))
+        else:
+            assert set(rule) == {"record", "expr"}
+            assert re.fullmatch(r"forefetch:[a-z_]+:[a-z0-9_]+", rule["record"]), "level:metric:operations"
+
+
+def test_ranges_are_taken_of_counters_and_recorded_series_exist() -> None:
+    """What ends in _total, _bucket, _count or _sum only ever grows: its value alone says nothing, and a gauge's rate neither."""
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    for expression in [rule["expr"] for rule in rules()] + queries():
+        for name, ranged in selectors(promql.parse(expression)):
+            if ":" in name:
+                assert name in recorded, name
+            elif name.startswith(("forefetch_", "gen_ai_")):
+                assert ranged == name.endswith(("_total", "_bucket", "_count", "_sum")), f"{name} in {expression}"
 
 
 def test_every_alert_has_its_section_and_leads_to_it() -> None:
