@@ -70,23 +70,25 @@ RESOURCES = strict(
 )
 
 
+SERVICE = strict(type=one_of("ClusterIP", "NodePort", "LoadBalancer"), port=whole(1, 65535), annotations=MAP)
+
+
 def pods(kind: str, **more: Any) -> dict[str, Any]:
     """What the services' sections have in common."""
     return strict(settings={"$ref": f"#/$defs/{kind}Settings"}, resources=RESOURCES, **more)
 
 
-def schema() -> dict[str, Any]:
-    """The whole document."""
-    root = strict(
-        **{"global": {"type": "object"}},  # Helm's own, for charts that include this one
-        image=strict(
+def services() -> dict[str, Any]:
+    """The sections of the three services, and of what they serve."""
+    return {
+        "image": strict(
             repository=TEXT,
             tag=TEXT,
             digest={"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
             pullPolicy=one_of("Always", "IfNotPresent", "Never"),
             pullSecrets=TEXTS,
         ),
-        model=strict(
+        "model": strict(
             path={"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._/-]*$"},
             sizeGiB=whole(1),
             readMiBs=whole(1),
@@ -94,14 +96,8 @@ def schema() -> dict[str, Any]:
             hostPath={"type": "string", "pattern": "^(/.*)?$"},
             init=strict(image=TEXT, command=TEXTS, args=TEXTS, envFromSecret=TEXT),
         ),
-        router=pods(
-            "router",
-            replicas=whole(1),
-            gpus=whole(0),
-            maxSurge=whole(0),
-            service=strict(type=one_of("ClusterIP", "NodePort", "LoadBalancer"), port=whole(1, 65535), annotations=MAP),
-        ),
-        expert=pods(
+        "router": pods("router", replicas=whole(1), gpus=whole(0), maxSurge=whole(0), service=SERVICE),
+        "expert": pods(
             "expert",
             mode=one_of("pods", "sidecars", "local"),
             shards=whole(1, 256),
@@ -109,32 +105,43 @@ def schema() -> dict[str, Any]:
             planned=strict(enabled=FLAG, workers=whole(1), leaveSeconds=whole(0)),
             gpus=whole(0),
         ),
-        kv=pods("kv", enabled=FLAG, replicas=whole(1), storage=strict(sizeGiB=whole(0), storageClass=TEXT)),
-        scheduling=strict(nodeSelector=MAP, tolerations=OBJECTS, runtimeClassName=TEXT, priorityClassName=TEXT, spread=TEXT),
-        shmSizeLimit={"type": "string", "pattern": "^[0-9]+(Mi|Gi)$"},
-        tls=strict(existingSecret=TEXT, allowPlaintext=FLAG),
-        auth=strict(existingSecret=TEXT),
-        drain=strict(preStopSeconds=whole(0), seconds=whole(0)),
-        telemetry=strict(
+        "kv": pods("kv", enabled=FLAG, replicas=whole(1), storage=strict(sizeGiB=whole(0), storageClass=TEXT)),
+    }
+
+
+def surroundings() -> dict[str, Any]:
+    """Where pods run, who may reach them, how they are watched and scaled."""
+    return {
+        "scheduling": strict(nodeSelector=MAP, tolerations=OBJECTS, runtimeClassName=TEXT, priorityClassName=TEXT, spread=TEXT),
+        "shmSizeLimit": {"type": "string", "pattern": "^[0-9]+(Mi|Gi)$"},
+        "tls": strict(existingSecret=TEXT, allowPlaintext=FLAG),
+        "auth": strict(existingSecret=TEXT),
+        "drain": strict(preStopSeconds=whole(0), seconds=whole(0)),
+        "telemetry": strict(
             otlpEndpoint={"type": "string", "pattern": "^((https?://)?[^/:]+:[0-9]+)?$"},
             traceRatio={"type": "number", "minimum": 0, "maximum": 1},
             serviceMonitor=strict(enabled=FLAG, interval={"type": "string", "pattern": "^[0-9]+(s|m)$"}, labels=MAP),
         ),
-        autoscaling=strict(
+        "autoscaling": strict(
             enabled=FLAG, minReplicas=whole(1), maxReplicas=whole(1), waitingPerReplica=whole(1), prometheusAddress=TEXT
         ),
-        networkPolicy=strict(enabled=FLAG, clients=OBJECTS, monitoring=OBJECTS),
-        podDisruptionBudget=strict(enabled=FLAG),
-        serviceAccount=strict(create=FLAG, name=TEXT, annotations=MAP),
-        podLabels=MAP,
-        podAnnotations=MAP,
-        clusterDomain=TEXT,
-    )
+        "networkPolicy": strict(enabled=FLAG, clients=OBJECTS, monitoring=OBJECTS),
+        "podDisruptionBudget": strict(enabled=FLAG),
+        "serviceAccount": strict(create=FLAG, name=TEXT, annotations=MAP),
+        "podLabels": MAP,
+        "podAnnotations": MAP,
+        "clusterDomain": TEXT,
+    }
+
+
+def schema() -> dict[str, Any]:
+    """The whole document."""
+    own = {"global": {"type": "object"}}  # Helm's, for charts that include this one
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Values of the Forefetch chart",
         "$comment": "Written by scripts/generate_chart_schema.py.",
-        **root,
+        **strict(**own, **services(), **surroundings()),
         "$defs": {f"{service}Settings": settings(cls) for service, cls in SERVICES.items()},
     }
 

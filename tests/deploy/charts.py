@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,19 @@ from typing import Any
 import helm_python as helm
 import yaml
 
+from expert_worker.config import ExpertConfig
+from forefetch import settings
+from kv_service.config import KvConfig
+from router_service.config import RouterConfig
+
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "chart"
 EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml"))
+CONFIGS: dict[str, type[settings.ServiceConfig]] = {
+    "router_service": RouterConfig,
+    "expert_worker": ExpertConfig,
+    "kv_service": KvConfig,
+}
 
 Manifest = dict[str, Any]
 
@@ -42,3 +53,36 @@ def values_of(name: str) -> Manifest:
     """The values of an example; none for "defaults"."""
     values: Manifest = {} if name == "defaults" else yaml.safe_load((CHART / "examples" / f"{name}.yaml").read_text())
     return values
+
+
+def pods(objects: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
+    """(name, pod spec) of everything that makes pods."""
+    for thing in objects:
+        if thing["kind"] in ("Deployment", "StatefulSet"):
+            yield thing["metadata"]["name"], thing["spec"]["template"]["spec"]
+        elif thing["kind"] == "Pod":
+            yield thing["metadata"]["name"], thing["spec"]
+
+
+def containers(objects: list[Manifest]) -> Iterator[Manifest]:
+    for _, spec in pods(objects):
+        yield from (*spec.get("initContainers", ()), *spec["containers"])
+
+
+def environment(container: Manifest, objects: list[Manifest]) -> dict[str, str]:
+    """What the process would see: ConfigMaps first, then the container's own; "3" for what Kubernetes fills in."""
+    seen: dict[str, str] = {}
+    for source in container.get("envFrom", ()):
+        name = source["configMapRef"]["name"]
+        seen.update(next(t["data"] for t in objects if t["kind"] == "ConfigMap" and t["metadata"]["name"] == name))
+    for entry in container.get("env", ()):
+        seen[entry["name"]] = entry.get("value", "0")
+    return seen
+
+
+def configs(objects: list[Manifest]) -> Iterator[tuple[str, Any]]:
+    """(service, its config as read from what the chart passes) of every container of a service."""
+    for container in containers(objects):
+        service = container.get("args", [""])[0]
+        if service in CONFIGS:
+            yield service, settings.build(CONFIGS[service], {}, environment(container, objects))

@@ -74,7 +74,9 @@ def test_every_expression_is_one() -> None:
         assert any(True for _ in selectors(promql.parse(expression))), expression
 
 
-@pytest.mark.parametrize("wrong", ["rate(forefetch_x_total)", "sum by (a rate(x[5m]))", "histogram_quantile(x[5m], 1)", "x[5q]"])
+@pytest.mark.parametrize(
+    "wrong", ["rate(forefetch_x_total)", "sum by (a rate(x[5m]))", "histogram_quantile(x[5m], 1)", "x[5q]"]
+)
 def test_the_parser_bites(wrong: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         promql.parse(wrong)
@@ -94,7 +96,8 @@ def test_rules_have_the_form_that_prometheus_takes() -> None:
 
 
 def test_ranges_are_taken_of_counters_and_recorded_series_exist() -> None:
-    """What ends in _total, _bucket, _count or _sum only ever grows: its value alone says nothing, and a gauge's rate neither."""
+    """What ends in _total, _bucket, _count or _sum only ever grows: its value alone says nothing, and a gauge's rate
+    neither."""
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     for expression in [rule["expr"] for rule in rules()] + queries():
         for name, ranged in selectors(promql.parse(expression)):

@@ -1,29 +1,19 @@
-"""Channels, servers and error mapping over real sockets, and in real processes where signals are concerned."""
+"""Errors, deadlines, cancellation, retries, limits, health and reflection over real sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import signal
 import socket
-import subprocess
-import sys
-import threading
-import time
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-import rpc_calls
-from rpc_calls import ERRORS, SERVICE, AioCalls, Calls, SyncCalls, add
+from rpc_calls import ERRORS, SERVICE
+from rpc_servers import Running, Stub, serving
 
 from forefetch import errors, rpc
 from forefetch.errors import ConfigError
@@ -31,86 +21,6 @@ from forefetch.rpc import channels, servers
 from forefetch.settings import ServiceConfig
 from forefetch.v1 import router_pb2 as pb
 from forefetch.v1 import router_pb2_grpc as pb_grpc
-
-
-@dataclass
-class Running:
-    """A server in this process."""
-
-    address: str
-    metrics: str
-    calls: Calls
-
-    def stub(self, tls: rpc.Tls | None = None) -> Any:
-        return contextlib.closing(Stub(self.address, tls))
-
-
-class Stub:
-    """A stub with the channel to close."""
-
-    def __init__(self, address: str, tls: rpc.Tls | None = None) -> None:
-        self.channel = rpc.channel(address, tls)
-        self.router = pb_grpc.RouterServiceStub(self.channel)
-        self.close = self.channel.close
-
-    def ids(self, text: str, **how: Any) -> list[int]:
-        return list(self.router.Tokenize(pb.TokenizeRequest(text=text), timeout=10, **how).ids)
-
-    def tokens(self, text: str) -> int:
-        return sum(1 for _ in self.router.Generate(pb.GenerateRequest(text=text), timeout=20))
-
-
-@contextlib.contextmanager
-def serving(kind: str, config: ServiceConfig | None = None, registry: Any = None) -> Iterator[Running]:
-    with serving_sync(config, registry) if kind == "sync" else serving_aio(config, registry) as running:
-        yield running
-
-
-@contextlib.contextmanager
-def serving_sync(config: ServiceConfig | None, registry: Any) -> Iterator[Running]:
-    calls = SyncCalls()
-    server = rpc.serve_sync(config or ServiceConfig(), SERVICE, lambda s: add(calls, s), max_workers=4, registry=registry)
-    server.set_serving(True)
-    try:
-        yield Running(server.address, server.metrics, calls)
-    finally:
-        server.stop()
-
-
-@contextlib.contextmanager
-def serving_aio(config: ServiceConfig | None, registry: Any) -> Iterator[Running]:
-    loop, calls = asyncio.new_event_loop(), AioCalls()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    def run(coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(20)
-
-    try:
-        server = run(rpc.serve_aio(config or ServiceConfig(), SERVICE, lambda s: add(calls, s), registry=registry))
-        try:
-            run(server.set_serving(True))
-            yield Running(server.address, server.metrics, calls)
-        finally:
-            run(server.stop())
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-@pytest.fixture(params=["sync", "aio"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def server(kind: str) -> Iterator[Running]:
-    with serving(kind) as running:
-        yield running
-
-
-# Errors
 
 
 def assert_same(found: errors.ForefetchError, sent: Exception) -> None:
@@ -186,9 +96,6 @@ def test_nobody_there_is_unavailable() -> None:
     assert type(rpc.error_of(caught.value)) is errors.Unavailable
 
 
-# Deadlines, cancellation, retries, limits
-
-
 def test_deadline_is_told_to_the_handler(server: Running) -> None:
     with server.stub() as stub:
         assert stub.ids("left")[0] in (9, 10)
@@ -254,9 +161,6 @@ def test_a_silent_stream_survives_many_pings(monkeypatch: pytest.MonkeyPatch) ->
     assert all("Too many pings" in outcome for outcome in outcomes[2:])
 
 
-# Health, reflection, metrics, binding
-
-
 def test_health_of_every_name(server: Running) -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -299,183 +203,3 @@ def test_a_taken_port_is_refused(server: Running, kind: str) -> None:
         serving(kind, ServiceConfig(listen=server.address)),
     ):
         pass
-
-
-# TLS
-
-
-@pytest.fixture(scope="module")
-def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ca.pem, and NAME.pem + NAME.key for "server", "renewed" and "client"; "stranger" has another authority."""
-    import trustme
-
-    folder = tmp_path_factory.mktemp("pki")
-    ca, other = trustme.CA(), trustme.CA()
-    ca.cert_pem.write_to_path(str(folder / "ca.pem"))
-    for name in ("server", "renewed", "client", "stranger"):
-        issued = (other if name == "stranger" else ca).issue_cert("127.0.0.1", common_name=name)
-        (folder / f"{name}.pem").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
-        issued.private_key_pem.write_to_path(str(folder / f"{name}.key"))
-    return folder
-
-
-def tls_config(folder: Path, name: str = "server") -> ServiceConfig:
-    return ServiceConfig(
-        tls_cert=str(folder / f"{name}.pem"), tls_key=str(folder / f"{name}.key"), tls_ca=str(folder / "ca.pem")
-    )
-
-
-def test_mutual_tls(kind: str, pki: Path) -> None:
-    mutual = rpc.tls_of(tls_config(pki, "client"))
-    with serving(kind, tls_config(pki)) as server:
-        with server.stub(mutual) as stub:
-            assert stub.ids("hello") == [0] * 5
-        for refused in (None, rpc.Tls(ca=str(pki / "ca.pem")), rpc.tls_of(tls_config(pki, "stranger")), replace(mutual, ca="")):
-            with server.stub(refused) as stub, pytest.raises(grpc.RpcError, match="UNAVAILABLE"):
-                stub.ids("hello")
-
-
-def test_server_tls_alone(kind: str, pki: Path) -> None:
-    with serving(kind, replace(tls_config(pki), tls_ca="")) as server, server.stub(rpc.Tls(ca=str(pki / "ca.pem"))) as stub:
-        assert stub.ids("hi") == [0] * 2
-
-
-def test_certificates_rotate_without_a_restart(pki: Path, tmp_path: Path) -> None:
-    import ssl
-
-    def install(name: str) -> None:
-        for end in ("pem", "key"):
-            (tmp_path / f"server.{end}").write_bytes((pki / f"{name}.{end}").read_bytes())
-
-    def presented(address: str) -> str:
-        host, _, port = address.rpartition(":")
-        return ssl.get_server_certificate((host, int(port)), timeout=5)
-
-    install("server")
-    config = replace(tls_config(tmp_path), tls_ca="")
-    with serving("sync", config) as server:
-        before = presented(server.address)
-        (tmp_path / "server.pem").write_bytes(b"half a")
-        assert presented(server.address) == before
-        install("renewed")
-        assert presented(server.address) != before
-        with server.stub(rpc.Tls(ca=str(pki / "ca.pem"))) as stub:
-            assert stub.ids("hi") == [0] * 2
-
-
-def test_unreadable_pem_files_name_their_flag(kind: str, pki: Path, tmp_path: Path) -> None:
-    for field in ("tls_cert", "tls_key", "tls_ca"):
-        config = replace(tls_config(pki), **{field: str(tmp_path / "none")})
-        with (
-            pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}: cannot read the file: No such file"),
-            serving(kind, config),
-        ):
-            pass
-    assert rpc.tls_of(ServiceConfig()) is None
-
-
-# Signals, with real processes
-
-
-@contextlib.contextmanager
-def process(kind: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
-    child = subprocess.Popen(
-        [sys.executable, "-W", "error", rpc_calls.__file__, kind, *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert child.stdout
-        yield child, json.loads(child.stdout.readline() or "{}")
-    finally:
-        child.kill()
-        child.communicate()
-
-
-@contextlib.contextmanager
-def call_in_flight(address: str, text: str) -> Iterator[Any]:
-    """A future of what a Generate call ends in, once its first token is here."""
-    with contextlib.closing(Stub(address)) as stub, ThreadPoolExecutor(1) as pool:
-        stream = stub.router.Generate(pb.GenerateRequest(text=text), timeout=20)
-        next(stream)
-        yield pool.submit(lambda: [str(message.WhichOneof("event")) for message in stream])
-        stream.cancel()
-
-
-@pytest.mark.parametrize(("kind", "number"), [("sync", signal.SIGTERM), ("aio", signal.SIGINT)])
-def test_a_signal_drains(kind: str, number: signal.Signals) -> None:
-    with process(kind, "--drain-s=10") as (child, ready):
-        with call_in_flight(ready["address"], "sleep 0.6") as running:
-            child.send_signal(number)
-            time.sleep(0.3)
-            with contextlib.closing(Stub(ready["address"])) as late, pytest.raises(grpc.RpcError, match="UNAVAILABLE"):
-                late.ids("hello")
-            assert running.result(5) == ["finish"]
-        assert child.wait(5) == 0
-        assert child.communicate()[1] == ""
-
-
-def test_what_outlasts_the_drain_ends_as_unavailable(kind: str) -> None:
-    with process(kind, "--drain-s=0.2") as (child, ready), call_in_flight(ready["address"], "sleep 1") as running:
-        child.terminate()
-        with pytest.raises(grpc.RpcError) as caught:
-            running.result(5)
-        assert isinstance(rpc.error_of(caught.value), errors.Unavailable)
-        assert child.wait(9) in (0, 1)
-
-
-def test_a_second_signal_ends_the_drain(kind: str) -> None:
-    with process(kind, "--drain-s=60") as (child, ready), call_in_flight(ready["address"], "sleep 1"):
-        child.terminate()
-        time.sleep(0.2)
-        child.terminate()
-        assert child.wait(4) == 0
-
-
-def test_a_stuck_thread_does_not_keep_the_process() -> None:
-    with process("sync-impatient", "--drain-s=0") as (child, ready), call_in_flight(ready["address"], "sleep 60"):
-        child.terminate()
-        assert child.wait(15) == 1
-        assert "did not end in time" in child.communicate()[1]
-
-
-def test_health_watchers_do_not_hold_a_drain(kind: str) -> None:
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-    with process(kind, "--drain-s=60") as (child, ready), grpc.insecure_channel(ready["address"]) as channel:
-        states = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
-        assert next(states).status == health_pb2.HealthCheckResponse.SERVING
-        child.terminate()
-        assert next(states).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert child.wait(5) == 0
-
-
-def test_a_signal_that_lands_on_another_thread_is_seen(kind: str) -> None:
-    """The kernel picks any thread that does not block the signal, one of gRPC's for instance."""
-    with process(f"{kind}-masked") as (child, _):
-        child.terminate()
-        assert child.wait(5) == 0
-
-
-def test_a_wrong_setting_exits_with_2() -> None:
-    with serving("aio") as server, process("aio", f"--listen={server.address}") as (child, ready):
-        assert ready == {}
-        assert child.wait(5) == 2
-        assert child.communicate()[1].strip().splitlines()[-1].startswith("test: error: --listen: cannot serve on 127.0.0.1")
-
-
-def test_logs_are_one_line_per_record(capsys: pytest.CaptureFixture[str]) -> None:
-    handlers, level = logging.root.handlers[:], logging.root.level
-    try:
-        rpc.setup_logging("info")
-        try:
-            raise ValueError("a\nb")
-        except ValueError:
-            logging.exception("oh\nno")
-    finally:
-        logging.root.handlers[:] = handlers
-        logging.root.setLevel(level)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "oh | no" in line
-    assert "ValueError: a | b" in line
