@@ -1,7 +1,8 @@
 """Spans as OTLP messages, and the two ways to bring them to a collector.
 
 Messages are built straight from `opentelemetry-proto`, not through OpenTelemetry's SDK: our spans are drawn after the fact,
-with ids that already travelled in frames and a resource for each worker, and cost half of what the SDK takes.
+with ids that already travelled in frames and a resource for each worker, and cost a fifth of what the SDK takes
+(ARCHITECTURE.md, "Spans on their way out").
 """
 
 from __future__ import annotations
