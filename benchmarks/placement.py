@@ -70,7 +70,7 @@ def uneven(held: Held, loads: npt.NDArray[np.float64]) -> float:
 
 def uneven_steps(held: Held, documents: Sequence[Document], streams: int) -> float:
     """The same, step by step; row t's pair with expert e goes to replica (t + e) % R, as the router sends it."""
-    workers, layers, experts = held.shape
+    workers, layers, _ = held.shape
     ranks, counts = held.cumsum(axis=0) - 1, held.sum(axis=0)
     found = []
     for chosen in steps(documents, streams):  # [B, L, K]
