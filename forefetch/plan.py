@@ -5,8 +5,8 @@ not wait in a device slot crosses PCIe first. Each of these is bytes over a band
 (launches, chains of latencies) and, with workers, a round trip per MoE layer. Terms add up, but for copies that hints started
 early: those overlap everything else.
 
-Assumptions, all on the safe side: routing is even (real routing is skewed, so fewer experts are touched and more of those are
-resident), and nothing else is hidden behind anything.
+Assumptions, all on the safe side: routing is even (real routing is skewed, so fewer experts are touched and, unless `missed` says
+how many, more of those are resident), and nothing else is hidden behind anything.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ HARDWARE = {
 class Wanted:
     """What shall run. workers: 0 keeps the experts in the router's device. slots: share of experts resident; None: what fits.
 
-    recall: share of the experts a layer needs that hints named in time; 0: no hints, every miss is waited for."""
+    missed: share of the experts a layer needs that are in no slot, as measured; None: of even routing, the worst there is.
+    recall: share of these that hints named in time; 0: no hints, every miss is waited for."""
 
     batch: int = 16
     context: int = 4096
@@ -90,6 +91,7 @@ class Wanted:
     workers: int = 0
     link: str = "local"
     slots: float | None = None
+    missed: float | None = None
     recall: float = 0.0
 
     def validate(self, spec: ModelSpec) -> None:
@@ -101,6 +103,8 @@ class Wanted:
             raise ConfigError("--slots: must be a share above 0, up to 100%")
         if not 0 <= self.recall <= 1:
             raise ConfigError("--recall: must be within 0 and 1")
+        if self.missed is not None and not 0 <= self.missed <= 1:
+            raise ConfigError("--missed: must be a share up to 100%")
         if self.kv_format not in KV_FORMATS:
             raise ConfigError(f"--kv-format: must be one of {', '.join(KV_FORMATS)}")
         if self.expert_format not in EXPERT_BYTES:
@@ -231,7 +235,8 @@ def speed(spec: ModelSpec, wanted: Wanted, hardware: Hardware, placed: Fit) -> S
         "layers": spec.layers * hardware.layer_us / 1e3,
         "link": moe * hardware.link_us[wanted.link] / 1e3,
     }
-    missing = distinct * (1 - placed.slots / size.experts)
+    away = 1 - placed.slots / size.experts
+    missing = distinct * (away if wanted.missed is None or not away else wanted.missed)
     copies = missing * size.expert / workers / (hardware.pcie_gbs * 1e6)
     hidden = min(copies * wanted.recall, sum(terms.values()))
     return Speed({**terms, "expert copies": copies - hidden})

@@ -117,6 +117,27 @@ def test_hints_hide_copies_behind_the_rest_but_not_more_than_the_rest() -> None:
     assert full.terms["expert copies"] == pytest.approx(max(0.0, copies - rest))
 
 
+def slot_rates() -> list[tuple[int, float, float]]:
+    """(streams, share of slots, share of needed experts that was in none) of expert_worker/README.md: its own rule."""
+    text = (ROOT / "expert_worker" / "README.md").read_text()
+    found = []
+    for streams, *cells in re.findall(r"^\| [a-z ]+ \| (\d+) \| (.*?) \| (.*?) \| (.*?) \|$", text, re.M):
+        hits = [float(match[1]) for cell in cells if (match := re.search(r"\*\*([\d.]+)\*\*", cell))]
+        found += [(int(streams), share, 1 - hit / 100) for share, hit in zip((0.25, 0.5, 0.75), hits, strict=True)]
+    return found
+
+
+def test_even_routing_is_the_worst_that_was_measured_and_what_was_measured_can_be_said() -> None:
+    rates = slot_rates()
+    assert len(rates) >= 18
+    for streams, share, missed in rates:
+        assert missed < 1 - share, f"{streams} streams at {share:.0%}"
+        base = Wanted(batch=streams, slots=share, expert_format="int4")
+        said = ms(replace(base, missed=missed)).terms["expert copies"]
+        assert said == pytest.approx(ms(base).terms["expert copies"] * missed / (1 - share), rel=1e-3)
+    assert ms(Wanted(slots=1.0, missed=0.2)).terms["expert copies"] == 0, "what is resident is not missed"
+
+
 def test_the_limit_moves_with_the_work() -> None:
     assert ms(Wanted(batch=64, expert_format="int4", kv_format="e2m0")).limit == "expert weights"
     assert ms(Wanted(batch=24, context=32_000, expert_format="int4", kv_format="float16")).limit == "KV"
@@ -130,6 +151,7 @@ def test_the_limit_moves_with_the_work() -> None:
         {"context": 10**9},
         {"slots": 0.0},
         {"recall": 1.5},
+        {"missed": -0.1},
         {"kv_format": "fp5"},
         {"expert_format": "int5"},
         {"link": "shm"},
