@@ -5,8 +5,8 @@ not wait in a device slot crosses PCIe first. Each of these is bytes over a band
 (launches, chains of latencies) and, with workers, a round trip per MoE layer. Terms add up, but for copies that hints started
 early: those overlap everything else.
 
-Assumptions, all on the safe side: routing is even (real routing is skewed, so fewer experts are touched and, unless `missed` says
-how many, more of those are resident), and nothing else is hidden behind anything.
+Assumptions, all on the safe side: routing is even (real routing is skewed, so fewer experts are touched and, unless `missed`
+says how many, more of those are resident), and nothing else is hidden behind anything.
 """
 
 from __future__ import annotations
