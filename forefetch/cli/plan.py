@@ -56,15 +56,17 @@ def add_parser(commands: Any) -> None:
     work.add_argument(
         "--missed",
         metavar="N%",
-        help="needed experts that are in no slot, as `forefetch stats` shows them (default: of even routing, the worst there is;
-        " "the reference model misses 42, 17 and 5%% at 25, 50 and 75%% slots, one stream)", ) work.add_argument("--recall",
-        type=float, default=0.0, metavar="R", help="share of missing experts hinted in time, 0 to 1") machine =
-        parser.add_argument_group("hardware") machine.add_argument("--hardware", default="h200", choices=plan.HARDWARE,
-        help="where figures come from (default: h200)") machine.add_argument("--memory-gib", type=float, metavar="G",
-        help="device memory, instead") machine.add_argument("--hbm-gbs", type=float, metavar="G", help="GB/s of device memory,
-        instead") machine.add_argument("--pcie-gbs", type=float, metavar="G", help="GB/s from host to device, instead")
-        parser.add_argument("--values", metavar="FILE", help="write the chart values there; - prints them alone")
-        parser.add_argument("--json", action="store_true", help="print one JSON object")
+        help="needed experts that are in no slot, as `forefetch stats` shows them (default: of even routing, the worst; the "
+        "reference model misses 42, 17 and 5%% at 25, 50 and 75%% slots, one stream)",
+    )
+    work.add_argument("--recall", type=float, default=0.0, metavar="R", help="share of missing experts hinted in time, 0 to 1")
+    machine = parser.add_argument_group("hardware")
+    machine.add_argument("--hardware", default="h200", choices=plan.HARDWARE, help="where figures come from (default: h200)")
+    machine.add_argument("--memory-gib", type=float, metavar="G", help="device memory, instead")
+    machine.add_argument("--hbm-gbs", type=float, metavar="G", help="GB/s of device memory, instead")
+    machine.add_argument("--pcie-gbs", type=float, metavar="G", help="GB/s from host to device, instead")
+    parser.add_argument("--values", metavar="FILE", help="write the chart values there; - prints them alone")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
