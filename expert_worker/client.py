@@ -21,10 +21,12 @@ from expert_worker.loading import load
 from expert_worker.p2p_link import Lane, open_lane
 from forefetch import rpc, shm, wire
 from forefetch.errors import Mismatch, Unavailable
+from forefetch.kernels import compiled
 from forefetch.v1 import expert_pb2, expert_pb2_grpc
 
 if TYPE_CHECKING:
     from expert_worker.packed import PackedExperts
+    from expert_worker.whole import WholeExperts
     from forefetch.kernels.grouped_mlp.formats import Kind
     from forefetch.spec import ModelSpec
     from forefetch.weights import Checkpoint
@@ -35,12 +37,14 @@ __all__ = [
     "Holdings",
     "Lane",
     "Link",
+    "WholeExperts",
     "WorkerInfo",
     "connect",
     "local",
     "open_lane",
     "resident",
     "resident_of",
+    "whole_of",
 ]
 
 log = logging.getLogger("forefetch.expert.client")
@@ -117,6 +121,15 @@ def resident_of(link: Link | None) -> PackedExperts | None:
 
     experts = link.core.experts
     return experts if isinstance(experts, PackedExperts) and len(experts.held) == experts.spec.num_experts else None
+
+
+def whole_of(link: Link | None) -> WholeExperts | None:
+    """The experts behind a local link, if compiled kernels can evaluate whole steps with them on a CPU."""
+    if not isinstance(link, LocalLink) or link.info.device != "cpu" or not compiled.available():
+        return None
+    from expert_worker.whole import WholeExperts
+
+    return WholeExperts.of(link.core)
 
 
 def _describe(channel: grpc.Channel, timeout_s: float) -> WorkerInfo:

@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter_ns
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from expert_worker.slots import Slots, uses_of
 from expert_worker.visit import Visit
 from forefetch.errors import BadRequest, ForefetchError, Moved
 from forefetch.hints import ExpertHint
-from forefetch.kernels.grouped_mlp import Evaluation, Pairs
+from forefetch.kernels.grouped_mlp import Evaluator, Pairs, evaluation, prepare, takes_bfloat16
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat
 from forefetch.pairs import sort_pairs
 from forefetch.spec import ModelSpec
@@ -79,9 +80,11 @@ class Experts:
         self._all = self._number  # also of those that are not here at the moment
         self.load = np.zeros(len(self.members), dtype=np.int64)  # pairs evaluated, by number
         total = storage.places or len(self.members)
+        self.top_k = spec.top_k
         self._device, count = device, min(storage.slots, total)
         self._check = storage.check_copies
-        self.pool = self._pool(count, spec, storage, dtype)
+        self.pool = self._pool(count, spec, storage, self._slot_dtype(spec, checkpoint, storage, dtype))
+        prepare(self.pool.weights, dtype)
         self.host: Host | None = None
         self.residency: Residency | None = None
         self.shelf: Shelf | None = None
@@ -137,6 +140,13 @@ class Experts:
     def _pool(self, count: int, spec: ModelSpec, storage: Storage, dtype: torch.dtype) -> Pool:
         return Pool(count, spec.hidden_size, spec.expert_width, dtype, self._device)
 
+    def _slot_dtype(self, spec: ModelSpec, checkpoint: Checkpoint, storage: Storage, dtype: torch.dtype) -> torch.dtype:
+        """The compute type; as stored where kernels widen it as they read, which is the same numbers in half the memory."""
+        if storage.format is not None or not self.members or not takes_bfloat16(dtype, self._device):
+            return dtype
+        stored = checkpoint.dtype_of(spec.expert_tensors(*self.members[0]).down)
+        return stored if stored == torch.bfloat16 and spec.dtype == "bfloat16" else dtype
+
     def _manage(self, host: Host, slots: Slots) -> Residency:
         """Times a copy first: hints are admitted by what copies can bring in time."""
         self.lane = lane = Lane(self.pool, host, self._check)
@@ -146,6 +156,11 @@ class Experts:
             copy_ns = perf_counter_ns() - began
         depth = _GPU_DEPTH if self._device.type == "cuda" else 1
         return Residency(slots, lane.start, expert_bytes=host.stride, copy_ns=copy_ns, depth=depth)
+
+    @property
+    def numbers(self) -> npt.NDArray[np.int32]:
+        """[MoE layers, E] -> an expert's number, -1 if it is not here."""
+        return self._number[:, 1:-1]
 
     @property
     def copied(self) -> Copied:
@@ -174,26 +189,26 @@ class Experts:
 
     def _evaluate(self, call: LayerCall, layer: int, pairs: Pairs, out: Tensor, source: str) -> tuple[int, Verified]:
         """`forward` for pairs that make sense; layer: its place."""
-        evaluation = Evaluation(call.x.to(self._device, non_blocking=True), pairs, self.pool.weights)
+        one = evaluation(call.x.to(self._device, non_blocking=True), pairs, self.pool.weights)
         waited, verified = 0, Verified(resident=len(pairs.experts))
         if self.residency is None:
             slots = [self.shelf.place_of[number] for number in pairs.experts] if self.shelf else pairs.experts
-            evaluation.run(range(len(pairs.experts)), slots)
+            one.run(range(len(pairs.experts)), slots)
         else:
             uses = uses_of(pairs.counts, len(call.x))
             with Visit(self.residency, (source, call.step, layer), pairs.experts, uses) as visit:
-                self._run_waves(evaluation, pairs.experts, visit)
+                self._run_waves(one, pairs.experts, visit)
             waited, verified = visit.stall_ns, visit.verified()
-        evaluation.combine(out)
+        one.combine(out)
         return waited, verified
 
-    def _run_waves(self, evaluation: Evaluation, experts: list[int], visit: Visit) -> None:
+    def _run_waves(self, one: Evaluator, experts: list[int], visit: Visit) -> None:
         """Runs each expert once, as they come to be in their slots."""
         assert self.residency is not None
         group_of, slot_of = {expert: group for group, expert in enumerate(experts)}, self.residency.slots.slot_of
         for wave in visit.waves():
             slots = [slot_of[expert] for expert in wave]
-            evaluation.run([group_of[expert] for expert in wave], slots)
+            one.run([group_of[expert] for expert in wave], slots)
             self.lane.used(slots)
 
     def _sort(self, call: LayerCall, layer: int) -> Pairs:

@@ -50,6 +50,11 @@ class SyntheticCheckpoint(Checkpoint):
         generator = torch.Generator(device).manual_seed(int.from_bytes(seed[:7], "little"))
         return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(shape[-1] ** -0.5)
 
+    def dtype_of(self, what: Slice) -> torch.dtype:
+        """The model's."""
+        dtype: torch.dtype = getattr(torch, self._spec.dtype)
+        return dtype
+
     def _shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor by its name, as the families lay them out."""
         spec = self._spec

@@ -43,6 +43,10 @@ class Checkpoint:
         self.read_log[where.name] = self.read_log.get(where.name, 0) + tensor.numel() * tensor.element_size()
         return tensor.to(device=device, dtype=dtype or tensor.dtype)
 
+    def dtype_of(self, what: Slice) -> torch.dtype:
+        """The type that a tensor is stored in."""
+        return self._view(what).dtype
+
     def _view(self, where: Slice) -> torch.Tensor:
         path = self._where.get(where.name)
         if path is None:

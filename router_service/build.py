@@ -13,6 +13,7 @@ from expert_worker import client as expert
 from forefetch import rpc
 from forefetch.device import place
 from forefetch.errors import ConfigError, Mismatch
+from forefetch.kernels import compiled as kernels
 from forefetch.kernels.gate import choose
 from forefetch.kernels.kv_codec import KvFormat
 from forefetch.p2p.host import HostLanes
@@ -196,6 +197,23 @@ def trunk(config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, sizes: 
     cache = kv_cache(config, spec, sizes, placement)
     with rpc.loading("trunk") as on_progress:
         return Trunk(spec, checkpoint, cache, dtype=placement.dtype, device=placement.device, on_progress=on_progress)
+
+
+def model(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterConfig) -> Model:
+    """The trunk, its decode steps by the fastest way there is for its device."""
+    if not trunk.embedding.is_cpu or isinstance(buffers, LayoutBuffers):
+        return captured(trunk, buffers, workers, config)
+    if not kernels.available():
+        log.warning("Numba is not installed: steps take several times as long as they could (pip install 'forefetch[cpu]')")
+        return trunk
+    from router_service.compiled import CompiledTrunk, Local, takes  # brings Numba
+
+    if not takes(trunk):
+        return trunk
+    experts = expert.whole_of(workers.rows[0].link) if len(workers.rows) == 1 else None
+    fast = CompiledTrunk(trunk, config.max_batch, workers, Local(workers.rows[0], experts) if experts else None)
+    fast.warm_up(observed=config.hints not in {"auto", "off"})
+    return fast
 
 
 def captured(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterConfig) -> Model:

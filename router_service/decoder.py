@@ -17,7 +17,8 @@ from torch.nn.functional import linear, rms_norm
 from forefetch.kernels.norm import add_rms_norm
 from forefetch.kernels.qkv import HeadNorms
 from router_service.batch import StepBatch
-from router_service.trunk import Layer, Trunk, project
+from router_service.layers import Layer
+from router_service.trunk import Trunk, project
 
 
 class Resident(Protocol):

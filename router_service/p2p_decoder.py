@@ -21,7 +21,8 @@ from forefetch.p2p.lane import Step
 from forefetch.spec import ModelSpec
 from router_service.batch import StepBatch
 from router_service.decoder import Decoder, Mark
-from router_service.trunk import Attention, Layer, Trunk, project
+from router_service.layers import Layer
+from router_service.trunk import Attention, Trunk, project
 
 
 class Lanes(Protocol):

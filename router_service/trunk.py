@@ -13,7 +13,7 @@ from time import perf_counter_ns
 from typing import Protocol
 
 import torch
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import linear, rms_norm
 
 from forefetch.kernels.gate import choose
 from forefetch.kernels.qkv import HeadNorms, rotate
@@ -21,6 +21,7 @@ from forefetch.spec import ModelSpec
 from forefetch.telemetry.ring import StepStamps
 from forefetch.weights import Checkpoint
 from router_service.batch import StepBatch
+from router_service.layers import Layer, Loader
 from router_service.rope import Rope
 
 
@@ -99,51 +100,30 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True)
-class Mlp:
-    """A gated MLP: w13 [H, 2I] (gate columns, then up columns), w2 [I, H]."""
-
-    w13: torch.Tensor
-    w2: torch.Tensor
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, H] -> [T, H]."""
-        gate, up = (x @ self.w13).chunk(2, dim=-1)
-        return (silu(gate) * up) @ self.w2
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Weights of one layer. q, k and v are stacked: one product instead of three.
-
-    Projections are kept as [in, out], the other way round than checkpoints store them: for the few rows of a decode step
-    a CPU multiplies by that layout up to 1.8 times as fast (benchmarks/LOG.md), and a GPU does not mind.
-    """
-
-    input_norm: torch.Tensor
-    qkv: torch.Tensor  # [H, (Hq + 2 Hkv) D]
-    qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    o: torch.Tensor  # [Hq D, H]
-    o_bias: torch.Tensor | None
-    post_norm: torch.Tensor
-    gate: torch.Tensor | None  # [E, H]; None in a dense layer
-    dense: Mlp | None
-    shared: Mlp | None
-    shared_gate: torch.Tensor | None  # [1, H]
-
-
-@dataclass(frozen=True)
 class _Step:
     """What the layers of one step share."""
 
     batch: StepBatch
-    attention: Attention
+    attention: Attention | None  # None where `front` attends
     cos: torch.Tensor  # [T, 1, D]
     sin: torch.Tensor
     experts: Experts
     stamps: StepStamps
     observer: Observer | None
+    front: Front | None = None
+
+
+class Front(Protocol):
+    """Another way to do what a layer does before its experts, and the head. What it returns is valid until the next layer."""
+
+    def attended(self, index: int, x: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]:
+        """Residual x [T, H] before a layer -> behind its attention, and that normed."""
+
+    def chosen(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choice ids, weights [T, K] of what was attended last."""
+
+    def logits(self, x: torch.Tensor, /) -> torch.Tensor:
+        """Residual x [T, H] behind all layers -> float32 logits [S, V] of the rows that choose a token."""
 
 
 class Model(Protocol):
@@ -186,7 +166,7 @@ class Trunk:
     ) -> None:
         """Reads the weights; on_progress(done, total) counts layers. UnsupportedModel for tensors that are not there."""
         self.spec, self.cache, self.dtype = spec, cache, dtype
-        load = _Loader(spec, checkpoint, dtype, device)
+        load = Loader(spec, checkpoint, dtype, device)
         self.layers = []
         for index in range(spec.layers):
             self.layers.append(load.layer(index))
@@ -197,42 +177,60 @@ class Trunk:
         self.rope = Rope(spec.rope, spec.head_dim, device)
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        batch: StepBatch,
+        experts: Experts,
+        stamps: StepStamps,
+        observer: Observer | None = None,
+        front: Front | None = None,
+    ) -> torch.Tensor:
         """Runs the step's rows through all layers -> float32 logits [S, V] of the rows that choose a token."""
-        spec, step = self.spec, self._step(batch, experts, stamps, observer)
-        x = self.embedding[batch.token_ids]  # [T, H]
-        if spec.embedding_multiplier != 1.0:
-            x = x * spec.embedding_multiplier
+        step, x = self._step(batch, experts, stamps, observer, front), self.embedded(batch)
         for i, layer in enumerate(self.layers):
             x = self._layer(i, layer, x, step)
         started = perf_counter_ns()
-        logits = linear(self._norm(x[batch.logit_rows], self.final_norm), self.head).float()
-        if spec.logits_divisor != 1.0:
-            logits /= spec.logits_divisor
+        logits = self._logits(x[batch.logit_rows]) if front is None else front.logits(x)
         stamps.head(perf_counter_ns() - started)
         return logits
+
+    def embedded(self, batch: StepBatch) -> torch.Tensor:
+        """The step's token ids -> [T, H]."""
+        x, multiplier = self.embedding[batch.token_ids], self.spec.embedding_multiplier
+        return x if multiplier == 1.0 else x * multiplier
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        logits = linear(self._norm(x, self.final_norm), self.head).float()
+        return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor
 
     def timed(self, step: int, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
         """See Model; `forward` has stamped all layers itself."""
         return ended_ns - forwarded_ns
 
-    def _step(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None) -> _Step:
+    def _step(
+        self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None, front: Front | None = None
+    ) -> _Step:
         """What the layers of a step share."""
         cos, sin = self.rope.tables(batch.positions, self.dtype)
-        return _Step(batch, self.cache.step(batch, self.dtype, self.spec.attention_scale), cos, sin, experts, stamps, observer)
+        runs = front is None or observer is not None
+        attention = self.cache.step(batch, self.dtype, self.spec.attention_scale) if runs else None
+        return _Step(batch, attention, cos, sin, experts, stamps, observer, front)
 
     def _layer(self, index: int, layer: Layer, x: torch.Tensor, step: _Step) -> torch.Tensor:
         """One decoder layer, x [T, H] -> [T, H], stamped."""
         t0 = perf_counter_ns()
-        x = self._attended(index, x, step)
-        h = self._norm(x, layer.post_norm)
+        if step.front is None:
+            x = self._attended(index, x, step)
+            h = self._norm(x, layer.post_norm)
+        else:
+            x, h = step.front.attended(index, x)
         t1 = perf_counter_ns()
         if layer.gate is None:
             assert layer.dense is not None
             x = self._residual(x, layer.dense(h))
             step.stamps.layer(index, t0, t1 - t0, 0, 0, perf_counter_ns() - t1)
             return x
-        ids, weights = choose(linear(h, layer.gate), self.spec.top_k, self.spec.gate_rule, self.spec.renormalise)
+        ids, weights = self._choice(h, layer.gate) if step.front is None else step.front.chosen(index)
         t2 = perf_counter_ns()
         step.experts.send(step.batch, index, h, ids, weights)
         t3 = perf_counter_ns()
@@ -254,6 +252,9 @@ class Trunk:
             step.stamps.lookahead(index, heads + perf_counter_ns() - t7, hidden)
         return x
 
+    def _choice(self, h: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return choose(linear(h, gate), self.spec.top_k, self.spec.gate_rule, self.spec.renormalise)
+
     def _attended(self, index: int, x: torch.Tensor, step: _Step) -> torch.Tensor:
         """Residual x [T, H] before a layer -> behind its attention."""
         layer = self.layers[index]
@@ -262,6 +263,7 @@ class Trunk:
     def _attention(self, index: int, layer: Layer, h: torch.Tensor, step: _Step) -> torch.Tensor:
         """h [T, H] -> [T, H]."""
         spec = self.spec
+        assert step.attention is not None
         q, k, v = project(h, layer.qkv, layer.qkv_bias).split_with_sizes(
             (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim), dim=-1
         )
@@ -292,42 +294,3 @@ class Trunk:
 def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [T, in], weight [in, out] -> [T, out]."""
     return x @ weight if bias is None else torch.addmm(bias, x, weight)
-
-
-class _Loader:
-    """Reads trunk tensors by name; a routed expert's name is never asked for."""
-
-    def __init__(self, spec: ModelSpec, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        self.spec, self.checkpoint, self.dtype, self.device = spec, checkpoint, dtype, device
-
-    def __call__(self, name: str) -> torch.Tensor:
-        return self.checkpoint.read(name, dtype=self.dtype, device=self.device)
-
-    def layer(self, index: int) -> Layer:
-        spec, prefix = self.spec, self.spec.layer_prefix(index)
-        attention_prefix, normed, moe = prefix + "self_attn.", spec.qk_norm != "none", spec.is_moe(index)
-        qkv = [attention_prefix + f"{part}_proj." for part in "qkv"]
-        shared = moe and spec.shared_width > 0
-        return Layer(
-            input_norm=self(prefix + "input_layernorm.weight"),
-            qkv=_turned(*(self(part + "weight") for part in qkv)),
-            qkv_bias=torch.cat([self(part + "bias") for part in qkv]) if spec.qkv_bias else None,
-            q_norm=self(attention_prefix + "q_norm.weight") if normed else None,
-            k_norm=self(attention_prefix + "k_norm.weight") if normed else None,
-            o=_turned(self(attention_prefix + "o_proj.weight")),
-            o_bias=self(attention_prefix + "o_proj.bias") if spec.o_bias else None,
-            post_norm=self(prefix + "post_attention_layernorm.weight"),
-            gate=self(prefix + spec.gate_name) if moe else None,
-            dense=None if moe else self._mlp(prefix + "mlp."),
-            shared=self._mlp(prefix + "mlp.shared_expert.") if shared else None,
-            shared_gate=self(prefix + "mlp.shared_expert_gate.weight") if shared else None,
-        )
-
-    def _mlp(self, prefix: str) -> Mlp:
-        w13 = _turned(self(prefix + "gate_proj.weight"), self(prefix + "up_proj.weight"))
-        return Mlp(w13, _turned(self(prefix + "down_proj.weight")))
-
-
-def _turned(*weights: torch.Tensor) -> torch.Tensor:
-    """[out, in] each, stacked over out -> one [in, out], contiguous."""
-    return torch.cat(weights).t().contiguous()

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, linear, rms_norm, silu
 
+from router_service.layers import Layer
 from router_service.lookahead.sketch import WEIGHT_SCALE, Sketch
-from router_service.trunk import Attend, Layer, Trunk
+from router_service.trunk import Attend, Trunk
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forefetch.kernels.grouped_mlp import Evaluation, Pairs, SlotWeights, grouped_mlp, reference
+from forefetch.kernels import compiled
+from forefetch.kernels.grouped_mlp import Evaluation, Pairs, SlotWeights, evaluation, grouped_mlp, reference
 from forefetch.pairs import sort_pairs
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -114,6 +115,31 @@ def test_equals_the_definition(shape: dict[str, int], dtype: torch.dtype, device
     out = case.run()
     assert error(case, out) <= 1
     assert torch.equal(case.run(), out)
+
+
+@pytest.mark.skipif(not compiled.available(), reason="Numba is not installed")
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_compiled_equals_the_definition(shape: dict[str, int], stored: torch.dtype) -> None:
+    case = make(**shape)
+    kept = [part.transpose(1, 2).to(stored).contiguous().transpose(1, 2) for part in (case.w13, case.w2)]  # as slots keep them
+    case.w13, case.w2 = (part.float() for part in kept)
+    memory = torch.cat([part.transpose(1, 2).flatten(1) for part in kept], dim=1)  # one slot after the other
+    half, (slots, columns, hidden) = kept[0][0].numel(), kept[0].shape
+    w13, w2 = memory[:, :half].view(slots, hidden, columns), memory[:, half:].view(slots, columns // 2, hidden)
+    weights, outs = SlotWeights(w13.transpose(1, 2), w2.transpose(1, 2)), []
+    for out in (torch.full_like(case.x, torch.nan), torch.full(case.x.shape, torch.nan, dtype=torch.float64)):
+        call = evaluation(case.x, case.sorted(), weights)
+        assert type(call).__name__ == "CompiledEvaluation"
+        for group, expert in reversed(list(enumerate(case.sorted().experts))):  # one wave each
+            call.run([group], [expert])
+        call.combine(out)
+        outs.append(out)
+    assert error(case, outs[0]) <= 1
+    assert torch.equal(outs[0].double(), outs[1])
+    whole = torch.full_like(case.x, torch.nan)
+    grouped_mlp(case.x, weights, case.sorted(), whole)
+    assert torch.equal(whole, outs[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,0 +1,44 @@
+"""Whose turn it is: to use more than one thread (Numba's pool of threads serves one caller at a time), and to compile."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numba
+import torch
+
+numba.config.THREADING_LAYER = "workqueue"  # idle threads sleep: an OpenMP of its own beside PyTorch's would spin against it
+
+_GUARD = threading.Lock()
+
+
+@contextmanager
+def threads() -> Iterator[int]:
+    """How many threads a kernel may use: as many as PyTorch, or one while another thread computes on several."""
+    wanted = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    if wanted == 1 or not _GUARD.acquire(blocking=False):
+        yield 1
+        return
+    try:
+        numba.set_num_threads(wanted)
+        yield wanted
+    finally:
+        _GUARD.release()
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """One process at a time: the others find machine code where this one put it. A cluster's first start compiles once."""
+    path = Path(tempfile.gettempdir()) / f"forefetch-compiling-{os.getuid()}"
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)

@@ -1,0 +1,39 @@
+"""How functions of this package are compiled, and when work is worth a second thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from numba import njit
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SPLIT_NS = 60_000
+"""Estimated time from which work is split among threads: waking them takes some 20 us."""
+BYTES_PER_NS, FLOPS_PER_NS = 16, 80
+"""What one core reads of cold memory and multiplies (benchmarks/LOG.md); only the split is decided by it."""
+
+
+def compiled(**options: Any) -> Callable[[F], F]:
+    """Numba's njit without the GIL, Python's zero division and, where a folder can be written, without compiling twice.
+
+    Multiplications and additions may be fused. `reassociate`: sums may be formed in any (but always the same) order.
+    """
+    flags = {"contract", "nsz"} | ({"reassoc"} if options.pop("reassociate", False) else set())
+    fixed = {"nogil": True, "error_model": "numpy", "fastmath": flags, **options}
+
+    def decorate(function: F) -> F:
+        try:
+            made: F = njit(cache=True, **fixed)(function)
+        except RuntimeError:  # no folder to keep machine code in
+            made = njit(**fixed)(function)
+        return made
+
+    return decorate
+
+
+@compiled()
+def worth_splitting(size, flops):
+    """Whether reading `size` bytes and `flops` multiplications and additions take long enough."""
+    return max(size / BYTES_PER_NS, flops / FLOPS_PER_NS) > SPLIT_NS

@@ -1,0 +1,243 @@
+"""A CPU's decode steps by compiled kernels: a layer's trunk in one call, and with experts in this process all layers in one.
+
+Stands in for a Trunk. Steps with prompt rows, padded ones and those of more rows than there is room for run through the trunk
+as it is written; both give the same numbers up to the rounding of float32 sums. The GIL is free while a call computes, so
+streams are served meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from forefetch.kernels.compiled import layer, step
+from forefetch.kernels.compiled.linear import Packed, padded
+from forefetch.kernels.compiled.locks import compiling, threads
+from forefetch.telemetry.ring import StepStamps
+from router_service.batch import StepBatch
+from router_service.cache import KvCache
+from router_service.layers import Layer
+from router_service.trunk import Experts, Observer, Trunk
+from router_service.workers import Worker, Workers
+
+if TYPE_CHECKING:
+    from expert_worker.client import WholeExperts
+
+Longs = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Local:
+    """A worker in this process, with every expert in a slot."""
+
+    worker: Worker
+    experts: WholeExperts
+
+
+class CompiledTrunk:
+    """`max_rows`: most rows of a decode step. `local`: where experts are in this process; then a step is one call."""
+
+    ahead = False  # a step is over when it returns
+
+    def __init__(self, trunk: Trunk, max_rows: int, workers: Workers, local: Local | None) -> None:
+        self.trunk, self.cache, self.max_rows = trunk, trunk.cache, max_rows
+        self.weights, self.model = Weights(trunk), _model(trunk)
+        self.buffers = _buffers(self.model, max_rows)
+        self._workers, self._local = workers, local
+        self._experts = local.experts.room(max_rows) if local else None
+        self._mlp = _mlp(trunk, max_rows)
+        self._times: Longs = np.zeros((trunk.spec.layers, step.TIMES), dtype=np.int64)
+        self._logits: Floats = np.zeros((max_rows, padded(trunk.spec.vocab_size)), dtype=np.float32)
+
+    def warm_up(self, observed: bool) -> None:
+        """Compiles what steps will call, or reads it from where it was kept, so that no request waits for it: steps of no rows.
+
+        observed: steps may be watched, and are run layer by layer then."""
+        trunk, none = self.trunk, np.zeros((0, self.model.dim), dtype=np.float32)
+        nobody: Longs = np.zeros(0, dtype=np.int64)
+        rows = layer.Rows(nobody, nobody, np.zeros((0, 1), dtype=np.int64), none, none)
+        with compiling(), threads() as several:
+            self._layers(rows, several)
+            if self._local is None or observed:
+                table = self.weights.tables[trunk.spec.moe_layers[0]]
+                layer.attended(self.model, table, rows, self.buffers, several)
+                layer.gate(self.model, table, self.buffers, 0, several)
+        with compiling():
+            self.head(nobody)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None = None) -> Tensor:
+        """As Trunk.forward. Logits are valid until the next one."""
+        count = len(batch.token_ids)
+        if batch.decodes < count or count > self.max_rows:
+            return self.trunk.forward(batch, experts, stamps, observer)
+        front = Front(self, batch)
+        if self._local is None or observer is not None:
+            return self.trunk.forward(batch, experts, stamps, observer, front)
+        self.buffers.x[:count] = self.trunk.embedded(batch).numpy()
+        with threads() as several:
+            self._layers(front.rows, several)
+        self._stamp(stamps, self._local, count)
+        started = perf_counter_ns()
+        logits = front.logits()
+        stamps.head(perf_counter_ns() - started)
+        return logits
+
+    def timed(self, step: int, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
+        """See Model."""
+        return self.trunk.timed(step, stamps, began_ns, forwarded_ns, ended_ns)
+
+    def head(self, which: Longs) -> Tensor:
+        """Logits [S, V] of rows `which` of buffers.x."""
+        spec, buffers, weights = self.trunk.spec, self.buffers, self.weights
+        norm = self.trunk.final_norm.data_ptr()
+        with threads() as several:
+            scratch = buffers.normed, buffers.order, self._logits
+            step.head(buffers.x, which, norm, weights.head, self.model.eps, *scratch, spec.vocab_size, several)
+        logits = torch.from_numpy(self._logits)[: len(which), : spec.vocab_size]
+        return logits if spec.logits_divisor == 1.0 else logits / spec.logits_divisor
+
+    def _layers(self, rows: layer.Rows, several: int) -> None:
+        """All layers with local experts; nothing without them."""
+        if self._experts is not None:
+            whole = self._experts, self._mlp, self._workers.load, self._times, several
+            step.layers(self.model, self.weights.tables, rows, self.buffers, *whole)
+
+    def _stamp(self, stamps: StepStamps, local: Local, rows: int) -> None:
+        """What the links and the trunk would have written down."""
+        index, spent, distinct = local.worker.index, 0, 0
+        moe, pairs = self.trunk.spec.moe_layers, rows * self.trunk.spec.top_k
+        for number, (start, seen, chosen, back, end, found) in enumerate(self._times.tolist()):
+            stamps.layer(number, start, seen - start, chosen - seen, back - chosen, end - back)
+            if found:
+                stamps.call(number, index, rows, back - chosen, 0, 0, back - chosen)
+                stamps.verified(number, index, 0, 0, 0, found, 0, 0, 0)
+                spent, distinct = spent + back - chosen, distinct + found
+        local.worker.calls += len(moe)
+        local.worker.pairs += pairs * len(moe)
+        local.experts.evaluated(len(moe), rows, pairs, spent, distinct)
+
+
+class Front:
+    """One step's rows, and layer by layer what a trunk does before the experts."""
+
+    def __init__(self, compiled: CompiledTrunk, batch: StepBatch) -> None:
+        self._compiled, self._batch = compiled, batch
+        trunk = compiled.trunk
+        cos, sin = (part[:, 0].numpy() for part in trunk.rope.tables(batch.positions, torch.float32))
+        table = np.ascontiguousarray(batch.page_table.numpy())
+        self.rows = layer.Rows(batch.slots.numpy(), np.array(batch.lengths), table, cos, sin)
+
+    def attended(self, index: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Residual x [T, H] before a layer -> behind its attention, and that normed. Valid until the next layer."""
+        compiled, count = self._compiled, len(x)
+        buffers = compiled.buffers
+        buffers.x[:count] = x.numpy()
+        with threads() as several:
+            layer.attended(compiled.model, compiled.weights.tables[index], self.rows, buffers, several)
+        return torch.from_numpy(buffers.x[:count]), torch.from_numpy(buffers.normed[:count])
+
+    def chosen(self, index: int) -> tuple[Tensor, Tensor]:
+        """Choice ids, weights [T, K] of what `attended` left. Valid until the next layer."""
+        compiled, count = self._compiled, len(self.rows.slots)
+        buffers = compiled.buffers
+        with threads() as several:
+            layer.gate(compiled.model, compiled.weights.tables[index], buffers, count, several)
+        return torch.from_numpy(buffers.ids[:count]), torch.from_numpy(buffers.weights[:count])
+
+    def logits(self, x: Tensor | None = None) -> Tensor:
+        """Logits [S, V] of the residual x [T, H] behind all layers, or of the one that is there already."""
+        if x is not None:
+            self._compiled.buffers.x[: len(x)] = x.numpy()
+        return self._compiled.head(self._batch.logit_rows.numpy())
+
+
+class Weights:
+    """A trunk's matrices once more, packed (bfloat16 if that is what they are), and the table of addresses of all weights."""
+
+    def __init__(self, trunk: Trunk) -> None:
+        self._kept: list[Packed] = []  # memory that the table points to
+        self.tables: Longs = np.zeros((trunk.spec.layers, layer.COLUMNS), dtype=np.int64)
+        assert isinstance(trunk.cache, KvCache)
+        for row, one, k, v in zip(self.tables, trunk.layers, trunk.cache.k, trunk.cache.v, strict=True):
+            row[[layer.K_POOL, layer.V_POOL]] = k.data_ptr(), v.data_ptr()
+            self._fill(row, one)
+        self.head: Longs = np.zeros(2, dtype=np.int64)
+        self._pack(self.head, 0, trunk.head.t())
+
+    def _fill(self, row: Longs, one: Layer) -> None:
+        vectors = {
+            layer.INPUT_NORM: one.input_norm,
+            layer.POST_NORM: one.post_norm,
+            layer.Q_NORM: one.q_norm,
+            layer.K_NORM: one.k_norm,
+            layer.QKV_BIAS: one.qkv_bias,
+            layer.O_BIAS: one.o_bias,
+            layer.SHARED: one.shared_gate,
+        }
+        for column, vector in vectors.items():
+            row[column] = 0 if vector is None else vector.data_ptr()
+        self._pack(row, layer.QKV, one.qkv)
+        self._pack(row, layer.OUTPUT, one.o)
+        if one.gate is not None:
+            self._pack(row, layer.GATE, one.gate.t())
+        if mlp := one.dense or one.shared:
+            row[layer.WIDTH] = len(mlp.w2)
+            self._pack(row, layer.W13, mlp.w13)
+            self._pack(row, layer.W2, mlp.w2)
+
+    def _pack(self, row: Longs, column: int, matrix: Tensor) -> None:
+        packed = Packed.of(matrix)
+        self._kept.append(packed)
+        row[column], row[column + 1] = packed.memory.data_ptr(), packed.kind
+
+
+def takes(trunk: Trunk) -> bool:
+    """Whether these kernels can run the trunk's decode steps."""
+    spec, cache = trunk.spec, trunk.cache
+    dense = isinstance(cache, KvCache) and cache.dtype == torch.float32
+    return dense and trunk.dtype == torch.float32 and trunk.embedding.is_cpu and spec.head_dim % 2 == 0
+
+
+def _model(trunk: Trunk) -> layer.Model:
+    spec, cache = trunk.spec, trunk.cache
+    assert isinstance(cache, KvCache)
+    norm = {"none": layer.NO_NORM, "head": layer.HEAD_NORM, "full": layer.FULL_NORM}[spec.qk_norm]
+    clip = np.inf if spec.clip_qkv is None else spec.clip_qkv
+    sizes = spec.hidden_size, spec.heads, spec.kv_heads, spec.head_dim, spec.num_experts, spec.top_k
+    over_chosen = spec.gate_rule == "topk_softmax" or spec.renormalise
+    rules = (np.float32(value) for value in (spec.rms_eps, spec.attention_scale, spec.residual_multiplier, clip))
+    return layer.Model(*sizes, cache.page_size, cache.k[0].shape[1], norm, over_chosen, *rules)
+
+
+def _buffers(model: layer.Model, rows: int) -> layer.Buffers:
+    def floats(columns: int) -> Floats:
+        return np.zeros((rows, columns), dtype=np.float32)
+
+    inner, pairs = model.heads * model.dim, rows * model.top_k
+    return layer.Buffers(
+        x=floats(model.hidden),
+        normed=floats(model.hidden),
+        qkv=floats(padded(inner + 2 * model.kv_heads * model.dim)),
+        attended=floats(inner),
+        product=floats(padded(model.hidden)),
+        logits=floats(padded(model.experts)),
+        ids=np.zeros((rows, model.top_k), dtype=np.int64),
+        weights=floats(model.top_k),
+        order=np.arange(max(pairs, model.experts, model.heads)),
+    )
+
+
+def _mlp(trunk: Trunk, rows: int) -> step.Mlp:
+    """Room for the widest MLP that every row goes through."""
+    widths = {len(mlp.w2) for one in trunk.layers if (mlp := one.dense or one.shared)} or {1}
+    width, hidden = max(widths), trunk.spec.hidden_size
+    shapes = (rows, padded(2 * width)), (rows * width,), (rows, padded(hidden))
+    return step.Mlp(*(np.zeros(shape, dtype=np.float32) for shape in shapes))
