@@ -21,7 +21,7 @@ from forefetch.telemetry.metrics import SpanMetrics, new_registry
 from forefetch.telemetry.ring import StepRing
 from forefetch.telemetry.spans import Exporter
 from forefetch.v1 import router_pb2_grpc
-from router_service import build
+from router_service import build, models
 from router_service.asking import Reader
 from router_service.config import RouterConfig
 from router_service.engine import Engine, Parts
@@ -73,7 +73,7 @@ async def serve(config: RouterConfig) -> None:
     try:
         with _followed(config, dispatch.workers):
             await asyncio.to_thread(dispatch.workers.wait_complete, config.start_timeout_s)
-            parts.trunk = await asyncio.to_thread(build.model, trunk, parts.buffers, dispatch.workers, config)
+            parts.trunk = await asyncio.to_thread(models.model, trunk, parts.buffers, dispatch.workers, config)
             engine.start()
             await server.run()
             await asyncio.to_thread(engine.stop)

@@ -13,11 +13,7 @@ from expert_worker import client as expert
 from forefetch import rpc
 from forefetch.device import place
 from forefetch.errors import ConfigError, Mismatch
-from forefetch.kernels import compiled as kernels
-from forefetch.kernels.gate import choose
 from forefetch.kernels.kv_codec import KvFormat
-from forefetch.p2p.host import HostLanes
-from forefetch.p2p.lane import LaneShape
 from forefetch.rpc.auth import bearer
 from forefetch.spec import ModelSpec, read_json
 from forefetch.telemetry.spans import Exporter
@@ -27,7 +23,6 @@ from router_service.admission import Limits, default_sampling
 from router_service.asking import Reader
 from router_service.batch import StepBuffers
 from router_service.cache import KvCache
-from router_service.captured import CapturedTrunk
 from router_service.config import SEALED, RouterConfig
 from router_service.conversations import Conversations
 from router_service.cost import FetchCost
@@ -40,23 +35,19 @@ from router_service.lookahead import store
 from router_service.lookahead.estimate import Estimator
 from router_service.lookahead.heads import Lookahead
 from router_service.naming import Naming
-from router_service.p2p import Attached, LaneTrunk, Opener
-from router_service.p2p_decoder import LaneExperts, step_shape
 from router_service.pages import PagePool
 from router_service.prefix import Prefix
 from router_service.replicas import Replicas
 from router_service.scheduler import Scheduler
 from router_service.sealed import SealedCache
 from router_service.sessions import Sessions
-from router_service.trunk import Cache, Model, Trunk
+from router_service.trunk import Cache, Trunk
 from router_service.workers import Workers
 
 log = logging.getLogger("forefetch.router")
 
 RECENT = {"e2m0": 112, "fp4": 32}
 """--kv-recent -1, by format; e2m0's for all others."""
-LANE_OPENS_S = 120.0
-"""How long opening a p2p lane may take: the worker records its side of every step meanwhile."""
 PROMPT_ROWS = (64, 256)
 """Prompt rows that recorded steps are padded to, besides --max-step-tokens."""
 
@@ -197,63 +188,6 @@ def trunk(config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, sizes: 
     cache = kv_cache(config, spec, sizes, placement)
     with rpc.loading("trunk") as on_progress:
         return Trunk(spec, checkpoint, cache, dtype=placement.dtype, device=placement.device, on_progress=on_progress)
-
-
-def model(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterConfig) -> Model:
-    """The trunk, its decode steps by the fastest way there is for its device."""
-    if not trunk.embedding.is_cpu or isinstance(buffers, LayoutBuffers):
-        return captured(trunk, buffers, workers, config)
-    if not kernels.available():
-        log.warning("Numba is not installed: steps take several times as long as they could (pip install 'forefetch[cpu]')")
-        return trunk
-    from router_service.compiled import CompiledTrunk, Local, takes  # brings Numba
-
-    if not takes(trunk):
-        return trunk
-    experts = expert.whole_of(workers.rows[0].link) if len(workers.rows) == 1 else None
-    fast = CompiledTrunk(trunk, config.max_batch, workers, Local(workers.rows[0], experts) if experts else None)
-    fast.warm_up(observed=config.hints not in {"auto", "off"})
-    return fast
-
-
-def captured(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterConfig) -> Model:
-    """The trunk, its decode steps recorded if they can be: experts in this process, all on the trunk's GPU, or behind lanes."""
-    if config.link == "p2p" and isinstance(buffers, LayoutBuffers):
-        return laned(trunk, buffers, workers, config)
-    experts = expert.resident_of(workers.rows[0].link) if len(workers.rows) == 1 else None
-    if experts is None or not isinstance(buffers, LayoutBuffers):
-        return trunk
-    recorded = CapturedTrunk(trunk, experts, buffers)
-    with rpc.loading("decode steps") as on_progress:
-        recorded.warm_up(on_progress)
-    return recorded
-
-
-def laned(trunk: Trunk, buffers: LayoutBuffers, workers: Workers, config: RouterConfig) -> Model:
-    """The trunk, its steps recorded over p2p lanes to all workers."""
-    spec, device, dtype = trunk.spec, trunk.embedding.device, trunk.dtype
-    shapes = {layout: step_shape(layout, config.p2p_halves_from) for layout in buffers.layouts()}
-    rows = max(step.rows for step in shapes.values())
-    shape = LaneShape(rows, spec.hidden_size, spec.top_k, len(spec.moe_layers), dtype.itemsize)
-    lanes: Attached
-    if device.type == "cuda":
-        from forefetch.p2p.device import DeviceLanes
-
-        normed = spec.gate_rule == "topk_softmax" or spec.renormalise
-        lanes = DeviceLanes(len(workers.rows), shape, spec.num_experts, normed, config.p2p_patience_s, device)  # type: ignore[assignment]
-    else:
-        rule = spec.top_k, spec.gate_rule, spec.renormalise
-        lanes = HostLanes(lambda logits: choose(logits, *rule), config.p2p_patience_s)  # type: ignore[assignment]
-    steps = sorted(set(shapes.values()), key=lambda step: (step.rows, step.parts))
-    how = {"device": device, "patience_s": config.p2p_patience_s, "timeout_s": LANE_OPENS_S}
-    opener = Opener(lambda link: expert.open_lane(link, shape, steps, **how))  # type: ignore[arg-type]
-    experts = LaneExperts(spec, lanes, rows, dtype, device)
-    recorder = None if device.type == "cuda" else lambda step: step
-    model = LaneTrunk(trunk, experts, buffers, lanes, workers, opener, shapes.__getitem__, recorder)
-    with rpc.loading("decode steps") as on_progress:
-        model.warm_up(on_progress)
-    model.start(LANE_OPENS_S)
-    return model
 
 
 def buffers(config: RouterConfig, sizes: Sizes, placement: Placement) -> StepBuffers:

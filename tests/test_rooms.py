@@ -52,6 +52,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "hinting",
         "control",
         "build",
+        "models",
         "status",
         "asking",
         "conversations",
