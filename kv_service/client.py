@@ -119,6 +119,12 @@ class KvClient:
         with _errors():
             return self._stub.LookUp(request, timeout=timeout_s, metadata=self._metadata(metadata)).held
 
+    def find_last(self, keys: Sequence[Key], timeout_s: float = CALL_S, metadata: Metadata = ()) -> int:
+        """How many keys there are up to the last that is held, whatever is missing before it; 0: none is."""
+        request = pb.LookUpRequest(digests=[key.digest for key in keys], last=True)
+        with _errors():
+            return self._stub.LookUp(request, timeout=timeout_s, metadata=self._metadata(metadata)).held
+
     def get(self, keys: Sequence[Key], timeout_s: float = TRANSFER_S, metadata: Metadata = ()) -> list[bytes]:
         """The blocks of keys of one chain up to the first that is not held, or did not arrive whole and in time.
 

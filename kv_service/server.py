@@ -146,7 +146,7 @@ class KvServicer(pb_grpc.KvServiceServicer):
 
     @rpc.sync_handler
     def LookUp(self, request: pb.LookUpRequest, context: grpc.ServicerContext) -> pb.LookUpResponse:
-        """The longest contiguous prefix that is held."""
+        """The longest contiguous prefix that is held, or the last held block."""
         tag = self._tag(context)
         with self._exporter.server_span(context.invocation_metadata(), names.KV_LOOK_UP):
             digests = list(request.digests)
@@ -154,7 +154,8 @@ class KvServicer(pb_grpc.KvServiceServicer):
                 raise BadRequest("digests", f"must be at most {MAX_KEYS}, are {len(digests)}")
             for digest in digests:
                 check_digest(digest, "digests")
-            return pb.LookUpResponse(held=self.vault.look_up(tag, digests))
+            find = self.vault.find_last if request.last else self.vault.look_up
+            return pb.LookUpResponse(held=find(tag, digests))
 
     @rpc.sync_handler
     def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[pb.GetResponse]:

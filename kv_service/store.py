@@ -179,6 +179,17 @@ class Store:
         self.room.touch(found)
         return len(found)
 
+    def find_last(self, tag: bytes, digests: Sequence[bytes]) -> int:
+        """How many digests there are up to the last that is held, whose block counts as used; 0: none is."""
+        for count in range(len(digests), 0, -1):
+            entry = self._index.get(tag + digests[count - 1])
+            if entry is not None and entry.state is State.SEALED:
+                self.counters.hits += 1
+                self.room.touch((entry,))
+                return count
+        self.counters.misses += 1
+        return 0
+
     def lease(self, tag: bytes, key: Key) -> Entry | None:
         """The block, kept where it is until `release`, if it is held with the same tokens after the same block."""
         entry = self._index.get(tag + key.digest)

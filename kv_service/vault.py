@@ -140,6 +140,11 @@ class Vault:
         with self._changed:
             return self.store.look_up(tag, digests)
 
+    def find_last(self, tag: bytes, digests: Sequence[bytes]) -> int:
+        """How many digests there are up to the last that is held; 0: none is."""
+        with self._changed:
+            return self.store.find_last(tag, digests)
+
     def read(self, tag: bytes, keys: Sequence[Key]) -> Iterator[Held]:
         """The blocks up to the first that is not held or not as it should be. Each is leased until the next is asked for."""
         for index, key in enumerate(keys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ from router_service.naming import Naming
 from router_service.pages import PagePool
 from router_service.prefix import Prefix
 from router_service.replicas import Replicas
+from router_service.rows import Rows
 from router_service.scheduler import Scheduler
 from router_service.sealed import SealedCache
 from router_service.sessions import Sessions
@@ -220,24 +222,30 @@ def kv(
     naming = Naming.of(spec, digest, placement.kv_name, params, config.page_size)
     tls, token = rpc.tls_of(config), bearer(config.kv_token_file, "--kv-token-file")
     replicas = Replicas(config.kv_addresses(), lambda address: KvClient(address, tls, token, naming.origin))
+    recent, budget, rows_bytes = sealed.recent if sealed else 0, config.handover_mb * 2**20, 0
+    rows = Rows(budget // 4) if recent else None
+    if recent:
+        rows_bytes = -(-recent // config.page_size) * config.page_size * spec.kv_bytes_per_token(2)
+        budget -= budget // 4
     handover = Handover(
         replicas,
         block_bytes=cache.block_bytes,
-        budget_bytes=config.handover_mb * 2**20,
+        budget_bytes=budget,
         read_block=cache.read_block,
         exporter=exporter,
     )
-    cost = FetchCost(cache.block_bytes, config.page_size, config.kv_fetch_s)
-    prefix = Prefix(replicas, cost, cache.write_block, exporter) if config.kv_fetch_s else None
-    sessions, recent = Sessions(replicas, config.session_lag_s, config.session_tail_mb * 2**20), sealed.recent if sealed else 0
-    return KvSide(naming, replicas, handover, prefix, sessions, cache, pool, recent=recent, whole=sealed is not None)
+    cost = FetchCost(cache.block_bytes, config.page_size, config.kv_fetch_s, rows_bytes)
+    tail_start = partial(cache.tail_start, loaded=0)
+    prefix = Prefix(replicas, cost, cache.write_block, exporter, tail_start) if config.kv_fetch_s else None
+    sessions = Sessions(replicas, config.session_lag_s, config.session_tail_mb * 2**20)
+    return KvSide(naming, replicas, handover, prefix, sessions, cache, pool, recent, sealed is not None, rows)
 
 
 def conversations(digest: str, reader: Reader, kv: KvSide | None) -> Conversations:
     """Sessions, as the API's side sees them."""
     if kv is None:
         return Conversations(None, reader, digest, "")
-    return Conversations(kv.sessions, reader, digest, f"{kv.naming.kv_format}, {kv.naming.params}", kv.whole)
+    return Conversations(kv.sessions, reader, digest, f"{kv.naming.kv_format}, {kv.naming.params}")
 
 
 def dispatch(config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, placement: Placement) -> Dispatch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -22,7 +21,6 @@ from router_service.sessions import Sessions, name_of
 
 A = TypeVar("A")
 R = TypeVar("R")
-CONFIRM_S = 1.0
 UNKNOWN = "session.id: there is no such session"
 NOT_WITH_RESUME = ("sampling", "stop", "top_logprobs")
 
@@ -41,19 +39,17 @@ class Opened:
     turn: Turn | None = None
     logged: int = 0
     tail: Tail | None = None
-    loads: int | None = None
 
 
 @dataclass(frozen=True)
 class Conversations:
     """`sessions` is None without a KV service. `model`: what answers are computed with here; `arithmetic`: in which KV format,
-    types and experts; `approximate`: blocks are not what was computed."""
+    types and experts."""
 
     sessions: Sessions | None
     reader: Reader
     model: str
     arithmetic: str
-    approximate: bool = False
 
     async def open(self, request: router_pb2.GenerateRequest, tenant: str, left_s: float | None) -> Opened:
         """Checks the request and claims its session, if it has one. Raises BadRequest, NotFound, Mismatch, Unavailable."""
@@ -111,7 +107,7 @@ class Conversations:
         admitted, turn, known = self._answer(state, request)
         logged = turn.prompt + len(known)
         next_index, session_id, tail = request.session.next_index, request.session.id, self._tail(state)
-        return Opened(admitted, known, next_index, session_id, name, state.epoch, turn, logged, tail, turn.loaded)
+        return Opened(admitted, known, next_index, session_id, name, state.epoch, turn, logged, tail)
 
     def _answer(self, state: SessionState, request: router_pb2.GenerateRequest) -> tuple[Admitted, Turn, tuple[int, ...]]:
         """The request that began the last turn, and the tokens of its answer that need not be generated again."""
@@ -157,14 +153,6 @@ class Conversations:
         """Writes the turn's beginning."""
         if self.sessions is not None and live is not None:
             await self._call(self.sessions.open, live, left_s)
-
-    async def begun(self, live: Live) -> None:
-        """Before a first token is sent: where loaded blocks change answers, the log must know how many there were. Waits no
-        longer than CONFIRM_S, because generation goes on without the KV service."""
-        if self.sessions is None or not self.approximate or live.request.loads is not None or not live.request.loaded_blocks:
-            return
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.wrap_future(self.sessions.confirm(live)), CONFIRM_S)
 
     async def _call(self, method: Callable[[A, float], R], what: A, left_s: float | None) -> R:
         """A call that waits, off the event loop."""

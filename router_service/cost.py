@@ -41,18 +41,23 @@ class FetchCost:
     block_bytes: int
     page_size: int
     timeout_s: float
+    rows_bytes: int = 0  # loaded beside the blocks
     prefill: Rate = field(default_factory=Rate)
     load: Rate = field(default_factory=Rate)
     unworthy: int = 0  # in a row
 
     def worth(self, blocks: int) -> bool:
         """Whether loading so many blocks is faster than computing them, or is to be measured."""
-        compute, load = self.prefill.time(blocks * self.page_size), self.load.time(blocks * self.block_bytes)
+        compute, load = self.prefill.time(blocks * self.page_size), self.load.time(self.bytes(blocks))
         if compute is None or load is None or load < compute:
             self.unworthy = 0
             return True
         self.unworthy = (self.unworthy + 1) % PROBE
         return self.unworthy == 0
+
+    def bytes(self, blocks: int) -> int:
+        """What loading so many blocks moves."""
+        return blocks * self.block_bytes + self.rows_bytes
 
     def limit_s(self, blocks: int) -> float:
         """Seconds after which loading so many blocks is given up."""

@@ -19,15 +19,15 @@ from router_service.admission import Admitted, SamplingParams
 if TYPE_CHECKING:
     from kv_service.client import SessionAck, SessionRecord
 
-VERSION = 1
+VERSION = 2
 _TAIL = struct.Struct("<QI")  # end, page size
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The last answer of a session. `model`, `arithmetic`: what it is computed with, and how; `prompt`: tokens of the
-    conversation before it; `request_id`: of the request that began it; `loaded`: blocks of the prompt that came from a
-    cache, which matters where blocks are approximate; `reason`, `stop_string`: how it ended, "" while it has not."""
+    conversation before it; `request_id`: of the request that began it; `reason`, `stop_string`: how it ended, "" while it
+    has not."""
 
     model: str
     arithmetic: str
@@ -38,7 +38,6 @@ class Turn:
     stop_strings: tuple[str, ...]
     stop_token_ids: frozenset[int]
     request_id: str = ""
-    loaded: int = 0
     reason: str = ""
     stop_string: str = ""
 
@@ -119,10 +118,6 @@ class Cursor:
     turn: Turn
     tokens: int
     turn_known: bool = False
-
-    def begin(self, loaded: int) -> None:
-        """The answer's first token was computed, over so many blocks from a cache."""
-        self.turn, self.turn_known = replace(self.turn, loaded=loaded), False
 
     def end(self, reason: str, stop_string: str) -> None:
         """The answer is complete."""

@@ -19,6 +19,7 @@ from router_service.naming import Naming
 from router_service.pages import PagePool
 from router_service.prefix import Load, Prefix
 from router_service.replicas import Replicas
+from router_service.rows import Rows
 from router_service.scheduler import Plan, Request
 from router_service.sessions import Sessions
 from router_service.trunk import Cache
@@ -30,8 +31,8 @@ log = logging.getLogger("forefetch.router")
 class KvSide:
     """One per router with `--kv`. `prefix` is None where prefixes are not fetched. `sessions` works on its own.
 
-    `recent`: newest tokens that no block holds. `whole`: nothing is ever written to a block again, so none is loaded that holds
-    the last token, which is always computed."""
+    `recent`: newest tokens that no block holds; if there are any, `rows` takes them where requests may go on. `whole`: nothing
+    is ever written to a block again, so none is loaded that holds the last token, which is always computed."""
 
     naming: Naming
     replicas: Replicas
@@ -42,9 +43,11 @@ class KvSide:
     pool: PagePool
     recent: int = 0
     whole: bool = False
+    rows: Rows | None = None
     _keys: dict[Request, list[Key]] = field(default_factory=dict)
     _loads: dict[Request, Load] = field(default_factory=dict)
     _requests: dict[int, Request] = field(default_factory=dict)
+    _pages: dict[Request, tuple[int, ...]] = field(default_factory=dict)  # a request's own are gone when it has ended
 
     def on_change(self, wake: Callable[[], None]) -> None:
         """`wake` is called, from any thread, when `settle` has something to do that requests wait for."""
@@ -77,22 +80,22 @@ class KvSide:
             live.snapshot = Snapshot(start, end, self.naming.page_size, rows)
 
     def admitted(self, request: Request, trace: SpanContext | None) -> None:
-        """A request has its pages: its cached prefix is looked for, and it is `loading` until that has ended.
-
-        Where blocks are approximate, an answer that is gone on with takes those before its session's tail, or without a tail
-        those that it began with, and no other: its tokens were chosen by the rows themselves, not by what a block has of them.
-        """
+        """A request has its pages: its cached prefix is looked for, and it is `loading` until that has ended."""
         tail, size = self._usable_tail(request), self.naming.page_size
         tokens, tenant = tuple(request.tokens), request.tenant
-        if self.whole and request.loads is not None:
-            blocks = tail.start // size if tail is not None else request.loads
-        else:
-            blocks = (len(tokens) - self.whole) // size
+        blocks = (len(tokens) - self.whole) // size
+        if self.rows is not None:
+            self._pages[request] = request.pages
+            request.rows_due = [blocks * size] if blocks else []
+            blocks = tail.start // size if tail is not None else blocks
         pages, load = request.pages[:blocks], None
         if self.prefix is not None:
-            load = self.prefix.begin(request.key, lambda: self.naming.extend([], tenant, tokens, blocks), pages, trace)
+            wanted = self.rows is not None and tail is None
+            load = self.prefix.begin(
+                request.key, lambda: self.naming.extend([], tenant, tokens, blocks), pages, trace, rows=wanted
+            )
         if load is None:
-            self._restore(request, 0)
+            self._restore(request, 0, tail)
             return
         self._loads[request], self._requests[request.key], request.loading = load, request, True
         for page in pages:
@@ -104,35 +107,48 @@ class KvSide:
         if request is None:
             return []
         del self._loads[request]
-        blocks = self._restore(request, load.blocks)
+        blocks = self._restore(request, load.blocks, load.tail or self._usable_tail(request))
+        parted = load.held * self.naming.page_size  # other prompts went on here, and this one does so in its own way
+        if load.rows and request.computed < parted and parted not in request.rows_due:
+            request.rows_due.insert(0, parted)
         self._keys[request] = load.keys
         self.handover.adopt(request.key, load.keys[:blocks], load.pages[:blocks])
         return [request]
 
     def _usable_tail(self, request: Request) -> Tail | None:
-        """The request's tail, if it fits the pages here and ends before its last token. Where blocks are approximate it belongs
-        to the answer that it was computed in."""
-        tail = request.tail if request.loads is not None or not self.whole else None
+        """The tail of the request's session, if it fits the pages here and ends before the last token."""
+        tail = request.tail
         fits = tail is not None and tail.page == self.naming.page_size and tail.start <= tail.end < len(request.tokens)
         return tail if fits else None
 
-    def _restore(self, request: Request, blocks: int) -> int:
-        """So many blocks are in the request's pages: it goes on behind them, and behind its tail if that begins there. Returns
-        how many count."""
-        size, tail = self.naming.page_size, self._usable_tail(request)
+    def _restore(self, request: Request, blocks: int, tail: Tail | None) -> int:
+        """So many blocks are in the request's pages: it goes on behind them, and behind the tail if that begins there. Returns
+        how many count: where rows are needed and there are none, none."""
+        size = self.naming.page_size
         request.tail, reached = None, blocks * size
         if tail is not None and tail.start == reached:
             try:
                 self.cache.write_tail(request.pages, request.lane, tail.start, tail.end, tail.data)
                 reached = tail.end
             except ValueError:
-                log.warning("the tail of a session does not fit and is computed again")
-        if self.whole and tail is not None and reached != tail.end:
-            blocks = min(blocks, request.loads or 0)  # see `admitted`
-            reached = blocks * size
+                log.warning("rows behind blocks do not fit and are computed again")
+        if self.rows is not None and (tail is None or reached != tail.end):
+            blocks = reached = 0
         request.loaded_blocks = blocks
         request.resume_at(reached)
+        request.rows_due = [position for position in request.rows_due if position > reached]
         return blocks
+
+    def _hand_rows(self, request: Request, position: int) -> None:
+        """Offers the rows that a query at `position`, a multiple of the page, reads beside pages; if they are still there."""
+        start = self.cache.tail_start(position, 0)
+        if self.rows is None or not position or self.cache.tail_start(request.computed, 0) != start:
+            return
+        blocks, keys = position // self.naming.page_size, self._keys.setdefault(request, [])
+        self.naming.extend(keys, request.tenant, request.tokens, blocks)
+        rows = self.cache.read_tail(self._pages[request], request.lane, start, position)
+        holder = self.replicas.holder(keys, blocks - 1)
+        self.rows.offer(holder, keys[blocks - 1], Snapshot(start, position, self.naming.page_size, rows))
 
     def sealed(self, request: Request, first: int, blocks: int, trace: SpanContext | None) -> None:
         """Blocks `first` .. `blocks` are sealed now: offered, their pages pinned until the bytes are copied."""
@@ -144,7 +160,11 @@ class KvSide:
                 self.pool.unpin(page)
 
     def computed(self, plan: Plan, total_ns: int) -> None:
-        """A step took so long: what loading a prefix is weighed against."""
+        """A step is committed and took so long, which is what loading a prefix is weighed against."""
+        for chunk in plan.chunks:
+            request = chunk.request
+            while request.rows_due and request.rows_due[0] <= request.computed:
+                self._hand_rows(request, request.rows_due.pop(0))
         if plan.prefills and self.prefix is not None:
             self.prefix.cost.prefill.add(plan.tokens, total_ns * 1e-9)
 
@@ -153,7 +173,10 @@ class KvSide:
         if load := self._loads.pop(request, None):
             load.cancelled = True
             del self._requests[request.key]
+        if request.decoding:  # whoever goes on with the answer begins here
+            self._hand_rows(request, request.computed // self.naming.page_size * self.naming.page_size)
         self._keys.pop(request, None)
+        self._pages.pop(request, None)
         self.handover.forget(request.key)
 
     def status(self) -> router_pb2.KvStatus:
@@ -164,14 +187,17 @@ class KvSide:
             up=all(service.up for service in services),
             blocks_sent=sum(service.blocks_sent for service in services),
             blocks_dropped=sum(service.blocks_dropped for service in services),
-            blocks_waiting=sum(service.blocks_waiting for service in services),
+            blocks_waiting=sum(service.blocks_waiting for service in services) + (self.rows.waiting if self.rows else 0),
             reconnects=sum(service.reconnects for service in services),
             replicas=services,
         )
         status.sessions, status.session_records = self.sessions.live, self.sessions.counts.records
         status.session_failures.update(dict(self.sessions.counts.failures))
+        if self.rows is not None:
+            status.rows_sent, status.rows_dropped = self.rows.sent, self.rows.dropped
         if self.prefix is not None:
             counts = self.prefix.counts
+            status.rows_loaded = counts.rows
             status.prefix_loads, status.prefix_skipped = counts.loads, counts.skipped
             status.blocks_loaded, status.bytes_loaded = counts.blocks, counts.blocks * self.prefix.cost.block_bytes
             status.prefix_misses.update(dict(counts.missed))
@@ -180,6 +206,8 @@ class KvSide:
     def close(self, timeout_s: float) -> None:
         """Sends what is queued, for at most `timeout_s`, and ends all threads."""
         self.handover.close(timeout_s)
+        if self.rows is not None:
+            self.rows.close(timeout_s)
         self.sessions.close()
         self.replicas.close()
         if self.prefix is not None:

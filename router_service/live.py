@@ -37,7 +37,6 @@ class Live:
     cursor: Cursor
     saved: Future[bool] = field(default_factory=Future)
     ended: float | None = None  # monotonic seconds
-    confirmed: Future[bool] | None = None  # set while somebody waits for the log to know how the answer began
     snapshot: Snapshot | None = None  # left by the engine for the writing thread
     asked: float = 0.0  # when a snapshot was last asked for, monotonic seconds
     covered: int = 0  # positions that the log's tail reaches
@@ -45,10 +44,4 @@ class Live:
     @property
     def urgent(self) -> bool:
         """Somebody waits for the log."""
-        return self.ended is not None or self.confirmed is not None
-
-    def tell(self, known: bool) -> None:
-        """To whoever waits for the beginning."""
-        confirmed, self.confirmed = self.confirmed, None
-        if confirmed is not None and not confirmed.done():
-            confirmed.set_result(known)
+        return self.ended is not None

@@ -9,6 +9,7 @@ from functools import lru_cache
 from forefetch.spec import ModelSpec
 from kv_service.client import Geometry, Key, Origin, next_key, root_key
 
+NO_TOKEN = 2**32 - 1
 TENANTS = 1024
 """Roots that are remembered."""
 
@@ -42,6 +43,11 @@ class Naming:
         for block in range(len(keys), blocks):
             keys.append(next_key(root, keys[-1] if keys else None, tokens[block * size : (block + 1) * size]))
         return keys
+
+
+def rows_key(key: Key) -> Key:
+    """The name of the float16 rows behind a block: its child by tokens that no vocabulary has."""
+    return next_key(b"", key, (NO_TOKEN,) * len(key.token_ids))
 
 
 @lru_cache(TENANTS)

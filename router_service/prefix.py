@@ -21,6 +21,8 @@ from forefetch.telemetry import names
 from forefetch.telemetry.context import SpanContext, to_metadata
 from kv_service.client import CALL_S, Key, Metadata
 from router_service.cost import FetchCost
+from router_service.journal import Tail
+from router_service.naming import rows_key
 from router_service.replicas import Replica, Replicas
 
 if TYPE_CHECKING:
@@ -36,17 +38,23 @@ BATCH_BYTES = 16 << 20
 @dataclass(eq=False)
 class Load:
     """One request's prefix: at most `len(pages)` blocks. `name` gives their keys, on the loading thread, because hashing a long
-    prompt takes a while. `blocks` and `missed` are the outcome: what is in the pages, and why there is no more."""
+    prompt takes a while. `rows`: float16 rows are needed behind the last block, and nothing can be used without them.
+
+    The outcome: `blocks` are in the pages, `tail` holds the rows, `missed` says why there is no more, `held` how many blocks
+    the services have, with or without rows."""
 
     request: int
     name: Callable[[], list[Key]]
     pages: Sequence[int]
     deadline: float
     trace: SpanContext | None = None
+    rows: bool = False
     cancelled: bool = False
     keys: list[Key] = field(default_factory=list)
     blocks: int = 0
     missed: str = ""
+    held: int = 0
+    tail: Tail | None = None
 
     @property
     def left_s(self) -> float:
@@ -60,6 +68,7 @@ class Counts:
 
     loads: int = 0
     blocks: int = 0
+    rows: int = 0
     skipped: int = 0
     missed: Counter[str] = field(default_factory=Counter)
 
@@ -68,18 +77,30 @@ class Prefix:
     """`begin` and `finished` are for the engine's thread and never wait. `changed` is called when a load has ended."""
 
     def __init__(
-        self, replicas: Replicas, cost: FetchCost, write_block: Callable[[int, bytes], None], exporter: Exporter | None = None
+        self,
+        replicas: Replicas,
+        cost: FetchCost,
+        write_block: Callable[[int, bytes], None],
+        exporter: Exporter | None = None,
+        tail_start: Callable[[int], int] = lambda position: position,
     ) -> None:
+        """`tail_start(position)`: where the rows begin that a query at `position` reads; before it are whole blocks."""
         self.cost, self.counts = cost, Counts()
         self.changed: Callable[[], None] = lambda: None
         self._replicas, self._write_block, self._exporter = replicas, write_block, exporter
+        self._tail_start = tail_start
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-load")
         self._ended: deque[Load] = deque()
 
     # ---- the engine's thread ----
 
     def begin(
-        self, request: int, name: Callable[[], list[Key]], pages: Sequence[int], trace: SpanContext | None = None
+        self,
+        request: int,
+        name: Callable[[], list[Key]],
+        pages: Sequence[int],
+        trace: SpanContext | None = None,
+        rows: bool = False,
     ) -> Load | None:
         """Starts loading blocks into pages, which the caller pins until `finished` has it; None: not worth it."""
         if not pages:
@@ -87,7 +108,7 @@ class Prefix:
         if not self.cost.worth(len(pages)):
             self.counts.skipped += 1
             return None
-        load = Load(request, name, pages, monotonic() + self.cost.limit_s(len(pages)), trace)
+        load = Load(request, name, pages, monotonic() + self.cost.limit_s(len(pages)), trace, rows)
         self._pool.submit(self._run, load)
         return load
 
@@ -96,7 +117,8 @@ class Prefix:
         loads = []
         while self._ended:
             load = self._ended.popleft()
-            self.counts.loads += load.blocks > 0
+            self.counts.loads += load.blocks > 0 or load.tail is not None
+            self.counts.rows += load.tail is not None
             self.counts.blocks += load.blocks
             if load.missed:
                 self.counts.missed[load.missed] += 1
@@ -133,19 +155,38 @@ class Prefix:
         load.keys = load.name()
         if stop := _stopped(load):
             return stop
-        held = self._replicas.look_up(load.keys, min(CALL_S, load.left_s), metadata)
-        if not held:
-            return "absent"
-        if not self.cost.worth(held):
+        load.held = blocks = self._replicas.look_up(load.keys, min(CALL_S, load.left_s), metadata)
+        holder = None
+        if load.rows:
+            find = self._replicas.find_last(load.keys[:blocks], rows_key, min(CALL_S, max(load.left_s, 0.0)), metadata)
+            blocks, holder = find
+        if not blocks:
+            return "rows" if load.held else "absent"
+        if not self.cost.worth(blocks):
             return "slow"
         began = monotonic()
         try:
-            for replica, run in self._replicas.runs(load.keys[:held]):
-                if reason := self._load_run(load, replica, run, metadata):
-                    return reason
+            missed = self._load_behind(load, blocks, holder, metadata)
         finally:
-            self.cost.load.add(load.blocks * self.cost.block_bytes, monotonic() - began)
-        return "" if held == len(load.keys) else "absent"
+            moved = self.cost.bytes(load.blocks) if load.blocks or load.tail else 0
+            self.cost.load.add(moved, monotonic() - began)
+        return missed or ("" if blocks == len(load.keys) else "absent")
+
+    def _load_behind(self, load: Load, blocks: int, holder: Replica | None, metadata: Metadata) -> str:
+        """A prefix of so many blocks: those that the rows, if they are needed, do not stand for, and the rows."""
+        size, whole, tail = self.cost.page_size, blocks, None
+        if holder is not None:
+            whole, position = self._tail_start(blocks * size) // size, blocks * size
+            data = holder.client.get([rows_key(load.keys[blocks - 1])], max(load.left_s, 0.0), metadata)
+            tail = Tail.decode(whole * size, data[0]) if data else None
+            if tail is None or (tail.end, tail.page) != (position, size):
+                return _stopped(load) or ("mismatch" if data else "broken")
+        for replica, run in self._replicas.runs(load.keys[:whole]):
+            if reason := self._load_run(load, replica, run, metadata):
+                load.blocks *= holder is None
+                return reason
+        load.tail = tail
+        return ""
 
     def _load_run(self, load: Load, replica: Replica, run: Sequence[Key], metadata: Metadata) -> str:
         """Blocks of one service, a call's worth at a time."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from forefetch.errors import ForefetchError, Unavailable
 from kv_service.client import Key, KvClient, Metadata
-from router_service.segments import cut, owner
+from router_service.segments import cut, owner, segment_of
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +62,23 @@ class Replicas:
         """A chain of keys from the first block on -> who holds which run of it."""
         runs = cut(keys, len(self.all))
         return [(self.all[owner(run[0].digest, self.addresses)], run) for run in runs]
+
+    def holder(self, keys: Sequence[Key], block: int) -> Replica:
+        """Who holds a block of a chain, given its keys up to that block at least."""
+        first = segment_of(block, len(self.all))[1]
+        return self.all[owner(keys[first].digest, self.addresses)]
+
+    def find_last(
+        self, keys: Sequence[Key], name: Callable[[Key], Key], timeout_s: float, metadata: Metadata = ()
+    ) -> tuple[int, Replica | None]:
+        """(blocks of the chain up to the last one whose `name` is held where the block is, by whom); (0, None): none is."""
+        end = len(keys)
+        for replica, run in reversed(self.runs(keys)):
+            with suppress(ForefetchError):
+                if found := replica.client.find_last([name(key) for key in run], timeout_s, metadata):
+                    return end - len(run) + found, replica
+            end -= len(run)
+        return 0, None
 
     def look_up(self, keys: Sequence[Key], timeout_s: float, metadata: Metadata = ()) -> int:
         """How many of a chain of keys, from the first on, are held. One call for each service that may hold some. Raises what a

@@ -30,8 +30,8 @@ class Request:
     `lane`: a number that no other running request has, below the largest batch.
     `known`: tokens of the answer that were there when the request came, because it goes on with a session. `loading`: its
     cached prefix is on its way, nothing is computed for it. `cached`: tokens that came from a cache. `error`: why it is to end.
-    `tenant`: whom its blocks belong to. `tail`: what its session's log has of the cache behind the last block. `loads`: set for
-    an answer that is gone on with, the blocks that came from a cache when it began.
+    `tenant`: whom its blocks belong to. `tail`: what its session's log has of the cache behind the last block. `rows_due`:
+    positions, ascending, behind which rows of the cache are wanted when they are computed (`rows.py`).
     """
 
     key: int
@@ -50,7 +50,7 @@ class Request:
     tenant: str = ""
     known: tuple[int, ...] = ()
     tail: Tail | None = None
-    loads: int | None = None
+    rows_due: list[int] = field(default_factory=list)
     loading: bool = False
     loaded_blocks: int = 0
     cached: int = 0
@@ -205,10 +205,18 @@ class Scheduler:
         for request in ready:
             if not request.decoding and left > 0:
                 remaining = len(request.tokens) - request.computed
-                count = min(left, remaining)
+                count = self._reach(request, min(left, remaining))
                 prefills.append(Chunk(request, request.computed, count, samples=count == remaining))
                 left -= count
         return Plan(tuple(decodes), tuple(prefills)) if decodes or prefills else None
+
+    def _reach(self, request: Request, count: int) -> int:
+        """A chunk ends where rows are wanted, unless they are still there at its own end."""
+        end = request.computed + count
+        for position in request.rows_due:
+            if request.computed < position < end and self.sealed(position) < self.sealed(end):
+                return position - request.computed
+        return count
 
     def sealed(self, tokens: int) -> int:
         """Blocks that are final when `tokens` are committed."""

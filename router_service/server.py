@@ -84,7 +84,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             prompt=opened.admitted.prompt,
             known=opened.known,
             tail=opened.tail,
-            loads=opened.loads,
             tenant=tenant,
             admitted=opened.admitted,
             arrival=monotonic(),
@@ -130,8 +129,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         while True:
             event = await sink.events.get()
             if isinstance(event, TokenOut):
-                if live is not None and not first:
-                    await self._conversations.begun(live)
                 if event.index >= opened.next_index:
                     first = first or perf_counter_ns() - arrival
                     yield router_pb2.GenerateResponse(token=_token(event))

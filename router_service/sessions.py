@@ -109,17 +109,6 @@ class Sessions:
                 self._live[live] = None
                 self._changed.notify_all()
 
-    def confirm(self, live: Live) -> Future[bool]:
-        """Logs now over how many loaded blocks the answer began; the result comes when the log has it, or never will."""
-        with self._changed:
-            confirmed: Future[bool] = Future()
-            live.confirmed = confirmed
-            if live not in self._live:
-                confirmed.set_result(False)
-            live.cursor.begin(live.request.loaded_blocks)
-            self._changed.notify_all()
-        return confirmed
-
     def finish(self, live: Live, reason: str, stop_string: str) -> Future[bool]:
         """The answer is complete; the result says whether the log has it."""
         with self._changed:
@@ -236,8 +225,6 @@ class Sessions:
             self.counts.records += 1
             with self._changed:
                 live.cursor.appended(record)
-                if live.cursor.turn_known:
-                    live.tell(True)
         elif ack.verdict is Verdict.GAP:
             with self._changed:
                 live.cursor.gap(ack)
@@ -261,7 +248,6 @@ class Sessions:
         with self._changed:
             if self._live.pop(live, live) is live:  # gone already
                 return
-            live.tell(False)
         if failure:
             self.counts.failures[failure] += 1
         live.saved.set_result(not failure)

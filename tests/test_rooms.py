@@ -91,7 +91,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
             "quality",
         ),
         *("disk", "vault", "session_log", "session_rows", "operators"),
-        *("kv", "handover", "lane", "replicas", "prefix", "naming", "sessions", "live"),
+        *("kv", "handover", "lane", "replicas", "prefix", "naming", "sessions", "live", "rows"),
         *("host", "pool", "convert", "residency", "visit", "copying"),
         *("evaluator", "p2p", "p2p_device", "p2p_decoder", "loading", "placer", "discovery"),
         *("kubernetes_api", "reconciler"),

@@ -103,10 +103,12 @@ class PutResponse(_message.Message):
     def __init__(self, stored: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class LookUpRequest(_message.Message):
-    __slots__ = ("digests",)
+    __slots__ = ("digests", "last")
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     digests: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    last: bool
+    def __init__(self, digests: _Optional[_Iterable[bytes]] = ..., last: bool = ...) -> None: ...
 
 class LookUpResponse(_message.Message):
     __slots__ = ("held",)

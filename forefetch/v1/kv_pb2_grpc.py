@@ -104,7 +104,7 @@ class KvServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LookUp(self, request, context):
-        """Of a chain of keys, how many from the first on are held: the longest contiguous prefix.
+        """Of a chain of keys, how many from the first on are held: the longest contiguous prefix. Or which is the last held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,7 @@ class KvServiceStub:
     fine, different bytes under one key are refused and counted.
     """
     LookUp: _grpc.UnaryUnaryMultiCallable[_kv_pb2.LookUpRequest, _kv_pb2.LookUpResponse]
-    """Of a chain of keys, how many from the first on are held: the longest contiguous prefix."""
+    """Of a chain of keys, how many from the first on are held: the longest contiguous prefix. Or which is the last held."""
     Get: _grpc.UnaryStreamMultiCallable[_kv_pb2.GetRequest, _kv_pb2.GetResponse]
     """Streams blocks back in the order asked, in chunks of at most 1 MiB. Stops at the first block it does not hold."""
     AppendSession: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AppendSessionRequest, _kv_pb2.AppendSessionResponse]
@@ -76,7 +76,7 @@ class KvServiceAsyncStub(KvServiceStub):
     fine, different bytes under one key are refused and counted.
     """
     LookUp: _aio.UnaryUnaryMultiCallable[_kv_pb2.LookUpRequest, _kv_pb2.LookUpResponse]  # type: ignore[assignment]
-    """Of a chain of keys, how many from the first on are held: the longest contiguous prefix."""
+    """Of a chain of keys, how many from the first on are held: the longest contiguous prefix. Or which is the last held."""
     Get: _aio.UnaryStreamMultiCallable[_kv_pb2.GetRequest, _kv_pb2.GetResponse]  # type: ignore[assignment]
     """Streams blocks back in the order asked, in chunks of at most 1 MiB. Stops at the first block it does not hold."""
     AppendSession: _aio.UnaryUnaryMultiCallable[_kv_pb2.AppendSessionRequest, _kv_pb2.AppendSessionResponse]  # type: ignore[assignment]
@@ -125,7 +125,7 @@ class KvServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.LookUpRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.LookUpResponse, _abc.Awaitable[_kv_pb2.LookUpResponse]]:
-        """Of a chain of keys, how many from the first on are held: the longest contiguous prefix."""
+        """Of a chain of keys, how many from the first on are held: the longest contiguous prefix. Or which is the last held."""
 
     @_abc_1.abstractmethod
     def Get(

@@ -438,7 +438,7 @@ class LayerLoad(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., pairs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KvStatus(_message.Message):
-    __slots__ = ("address", "up", "blocks_sent", "blocks_dropped", "blocks_waiting", "reconnects", "replicas", "prefix_loads", "blocks_loaded", "bytes_loaded", "prefix_misses", "prefix_skipped", "sessions", "session_records", "session_failures")
+    __slots__ = ("address", "up", "blocks_sent", "blocks_dropped", "blocks_waiting", "reconnects", "replicas", "prefix_loads", "blocks_loaded", "bytes_loaded", "prefix_misses", "prefix_skipped", "sessions", "session_records", "session_failures", "rows_sent", "rows_dropped", "rows_loaded")
     class PrefixMissesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -468,6 +468,9 @@ class KvStatus(_message.Message):
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     SESSION_RECORDS_FIELD_NUMBER: _ClassVar[int]
     SESSION_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_SENT_FIELD_NUMBER: _ClassVar[int]
+    ROWS_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_LOADED_FIELD_NUMBER: _ClassVar[int]
     address: str
     up: bool
     blocks_sent: int
@@ -483,7 +486,10 @@ class KvStatus(_message.Message):
     sessions: int
     session_records: int
     session_failures: _containers.ScalarMap[str, int]
-    def __init__(self, address: _Optional[str] = ..., up: bool = ..., blocks_sent: _Optional[int] = ..., blocks_dropped: _Optional[int] = ..., blocks_waiting: _Optional[int] = ..., reconnects: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[KvReplica, _Mapping]]] = ..., prefix_loads: _Optional[int] = ..., blocks_loaded: _Optional[int] = ..., bytes_loaded: _Optional[int] = ..., prefix_misses: _Optional[_Mapping[str, int]] = ..., prefix_skipped: _Optional[int] = ..., sessions: _Optional[int] = ..., session_records: _Optional[int] = ..., session_failures: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    rows_sent: int
+    rows_dropped: int
+    rows_loaded: int
+    def __init__(self, address: _Optional[str] = ..., up: bool = ..., blocks_sent: _Optional[int] = ..., blocks_dropped: _Optional[int] = ..., blocks_waiting: _Optional[int] = ..., reconnects: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[KvReplica, _Mapping]]] = ..., prefix_loads: _Optional[int] = ..., blocks_loaded: _Optional[int] = ..., bytes_loaded: _Optional[int] = ..., prefix_misses: _Optional[_Mapping[str, int]] = ..., prefix_skipped: _Optional[int] = ..., sessions: _Optional[int] = ..., session_records: _Optional[int] = ..., session_failures: _Optional[_Mapping[str, int]] = ..., rows_sent: _Optional[int] = ..., rows_dropped: _Optional[int] = ..., rows_loaded: _Optional[int] = ...) -> None: ...
 
 class KvReplica(_message.Message):
     __slots__ = ("address", "up", "blocks_sent", "blocks_dropped", "blocks_waiting", "reconnects")

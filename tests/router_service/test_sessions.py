@@ -124,15 +124,6 @@ def test_the_end_is_written_at_once_and_told(sessions: Sessions, service: Servic
     sessions.leave(live)
 
 
-def test_how_an_answer_began_is_logged_when_somebody_waits_for_it(sessions: Sessions, service: Service) -> None:
-    live = begin(sessions)
-    live.request.loaded_blocks = 3
-    assert sessions.confirm(live).result(5) is True
-    assert Turn.decode(service.sessions["s"].state).loaded == 3
-    sessions.leave(live).result(5)
-    assert sessions.confirm(live).result(5) is False
-
-
 def test_whoever_left_early_leaves_the_answer_unfinished(sessions: Sessions, service: Service) -> None:
     live = begin(sessions)
     live.request.tokens.append(9)
