@@ -158,8 +158,7 @@ class Prefix:
         load.held = blocks = self._replicas.look_up(load.keys, min(CALL_S, load.left_s), metadata)
         holder = None
         if load.rows:
-            find = self._replicas.find_last(load.keys[:blocks], rows_key, min(CALL_S, max(load.left_s, 0.0)), metadata)
-            blocks, holder = find
+            blocks, holder = self._find_rows(load, metadata)
         if not blocks:
             return "rows" if load.held else "absent"
         if not self.cost.worth(blocks):
@@ -171,6 +170,14 @@ class Prefix:
             moved = self.cost.bytes(load.blocks) if load.blocks or load.tail else 0
             self.cost.load.add(moved, monotonic() - began)
         return missed or ("" if blocks == len(load.keys) else "absent")
+
+    def _find_rows(self, load: Load, metadata: Metadata) -> tuple[int, Replica | None]:
+        """Behind how many blocks there are rows, and who has them. Rows stand for the last blocks before them, so that these
+        need not be held: they may be too new to be sealed."""
+        size, most = self.cost.page_size, load.held
+        while most < len(load.keys) and self._tail_start((most + 1) * size) <= load.held * size:
+            most += 1
+        return self._replicas.find_last(load.keys[:most], rows_key, min(CALL_S, max(load.left_s, 0.0)), metadata)
 
     def _load_behind(self, load: Load, blocks: int, holder: Replica | None, metadata: Metadata) -> str:
         """A prefix of so many blocks: those that the rows, if they are needed, do not stand for, and the rows."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--crash-rounds", type=int, default=6, help="rounds of tests/cluster/test_crashes.py (default: 6)")
+    parser.addoption("--crash-rounds", type=int, default=4, help="rounds of each of tests/cluster/test_crashes.py (default: 4)")
 
 
 @pytest.fixture(scope="session")

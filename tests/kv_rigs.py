@@ -9,7 +9,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import torch
 
 from kv_service.client import Geometry, Key, chain, next_key, root_key
 from router_service.admission import Admitted, SamplingParams
@@ -20,6 +23,7 @@ from router_service.naming import Naming
 from router_service.pages import PagePool
 from router_service.prefix import Prefix
 from router_service.replicas import Replicas
+from router_service.rows import Rows
 from router_service.scheduler import Request, Scheduler
 from router_service.sessions import Sessions
 
@@ -116,6 +120,26 @@ def page_of(tokens: tuple[int, ...]) -> bytes:
 
 
 @dataclass
+class FakeLanes:
+    """Rows of the cache behind blocks: a row is its token, four bytes."""
+
+    recent: int
+    lanes: dict[int, list[int]] = field(default_factory=dict)
+    written: tuple[int, int, list[int]] | None = None
+
+    def tail_start(self, computed: int, loaded: int) -> int:
+        return max(max(0, computed - self.recent) // PAGE, loaded) * PAGE
+
+    def read_tail(self, pages: Any, lane: int, start: int, end: int) -> torch.Tensor:
+        return torch.tensor(self.lanes[lane][start:end], dtype=torch.int32).view(torch.uint8)
+
+    def write_tail(self, pages: Any, lane: int, start: int, end: int, data: bytes) -> None:
+        if len(data) != 4 * (end - start):
+            raise ValueError("another size")
+        self.written = start, end, torch.frombuffer(bytearray(data), dtype=torch.int32).tolist()
+
+
+@dataclass
 class Rig:
     """A router without a model: a page's bytes are a function of all tokens up to its end."""
 
@@ -123,18 +147,28 @@ class Rig:
     digest: str
     pages: int = 200
     timeout_s: float = 5.0
+    recent: int = 0
     memory: dict[int, bytes] = field(default_factory=dict)
     count: int = 0
     writing: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(PagePool(self.pages), page_size=PAGE, max_batch=8, max_step_tokens=64, max_waiting=8)
+        self.scheduler = Scheduler(
+            PagePool(self.pages), page_size=PAGE, max_batch=8, max_step_tokens=64, max_waiting=8, recent=self.recent
+        )
         self.replicas = Replicas(self.addresses)
         naming = Naming(self.digest, Geometry(1, 1, 8), "rope", "float32", "", PAGE)
         handover = Handover(self.replicas, block_bytes=BLOCK, budget_bytes=100 * BLOCK, read_block=self.memory.__getitem__)
         prefix = Prefix(self.replicas, FetchCost(BLOCK, PAGE, self.timeout_s), self.write)
         self.writing.set()
-        self.kv = KvSide(naming, self.replicas, handover, prefix, Sessions(self.replicas, 0.1), None, self.scheduler.pool)  # type: ignore[arg-type]
+        cache: Any = FakeLanes(self.recent)
+        prefix._tail_start = partial(cache.tail_start, loaded=0)
+        rows = Rows(1 << 20) if self.recent else None
+        sessions, windowed = Sessions(self.replicas, 0.1), bool(self.recent)
+        self.kv = KvSide(
+            naming, self.replicas, handover, prefix, sessions, cache, self.scheduler.pool, self.recent, windowed, rows
+        )
+        self.cache = cache
         until(lambda: all(replica.up for replica in self.replicas.all if replica.address not in self.away))
 
     away: tuple[str, ...] = ()
@@ -162,13 +196,14 @@ class Rig:
     def loaded(self, request: Request) -> int:
         """Tokens that came from the store, after checking that their pages hold what they must."""
         until(lambda: self.settle() or not request.loading)
-        for block in range(-(-request.cached // PAGE)):
+        for block in range(request.loaded_blocks):
             assert self.memory[request.pages[block]] == page_of(request.prompt[: (block + 1) * PAGE])
         return request.cached
 
     def compute(self, request: Request) -> None:
         """The prompt's remaining tokens in one step."""
         before = request.computed // PAGE
+        self.cache.lanes[request.lane] = list(request.tokens)
         for block in range(before, len(request.tokens) // PAGE):
             self.memory[request.pages[block]] = page_of(request.prompt[: (block + 1) * PAGE])
         request.computed = len(request.tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from cluster_calls import Background, Router, Start, until
@@ -93,8 +94,8 @@ def filled(router: Router, prompt: list[int], count: int = N) -> list[int]:
     return tokens
 
 
-# Where the prompt ends within the last page decides whether its tail still holds the rows behind the last full page: it does up to
-# WINDOW tokens behind it; else the prompt's last chunk but one ends there.
+# Where the prompt ends within the last page decides whether its tail still holds the rows behind the last full page: it does up
+# to WINDOW tokens behind it; else the prompt's last chunk but one ends there.
 @pytest.mark.parametrize("length", [PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + WINDOW - 1, 2 * PAGE + WINDOW, 3 * PAGE - 1, 5 * PAGE])
 def test_behind_a_window_too_a_warm_answer_is_the_cold_one(length: int, pair: tuple[Router, Router]) -> None:
     router, alone = pair
@@ -123,7 +124,7 @@ def test_a_conversation_without_a_session_goes_on_behind_its_last_answer(pair: t
         until(lambda: router.stats().kv.blocks_waiting == 0)
         conversation += [*answer, 5 + turn, 6]
     assert cached[0] == 0
-    assert all(later > earlier for earlier, later in zip(cached, cached[1:], strict=False)), cached
+    assert all(later > earlier for earlier, later in pairwise(cached)), cached
 
 
 def test_where_prompts_part_the_third_one_is_warm(pair: tuple[Router, Router]) -> None:

@@ -50,6 +50,12 @@ def test_get_streams_messages_of_one_to_two_mebibytes_in_order_and_stops_at_a_ho
     assert kv.client.get(keys) == [kv.block(key, size) for key, size in zip(keys, sizes, strict=False)]
 
 
+def test_a_look_up_of_the_last_held_block(kv: Kv) -> None:
+    keys = kv.keys(1, 2, 3, 4)
+    kv.put([keys[0], keys[2]])
+    assert (kv.client.look_up(keys), kv.client.find_last(keys), kv.client.find_last(keys[3:])) == (1, 3, 0)
+
+
 def test_puts_are_idempotent_and_conflicts_are_counted(kv: Kv) -> None:
     (key,) = kv.keys(1)
     assert [kv.put([key]), kv.put([key])] == [(1, 0), (1, 0)]

@@ -110,3 +110,16 @@ def test_a_quarantined_block_is_a_hole() -> None:
     assert store.look_up(ME, [key.digest for key in keys]) == 1
     assert put(store, keys[1]) is Outcome.STORED
     assert store.look_up(ME, [key.digest for key in keys]) == 3
+
+
+def test_the_last_held_block_is_found_whatever_is_missing_before_it() -> None:
+    store = Store(Limits(100))
+    keys = line(1, 2, 3, 4)
+    digests = [key.digest for key in keys]
+    assert store.find_last(ME, digests) == 0
+    put(store, keys[0])
+    put(store, keys[2])
+    assert store.find_last(ME, digests) == 3
+    assert store.find_last(ME, digests[:2]) == 1
+    assert store.find_last(YOU, digests) == store.find_last(ME, []) == 0
+    assert (store.counters.hits, store.counters.misses) == (2, 3)

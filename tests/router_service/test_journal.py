@@ -24,7 +24,6 @@ TURN = Turn(
     ("\n", "é"),
     frozenset({7, 1}),
     "r",
-    4,
     "",
     "",
 )
@@ -43,7 +42,7 @@ def test_a_turn_gives_its_request_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{}", b"[]", b"3", b'{"version": 1}', TURN.encode().replace(b'"version": 1', b'"version": 2')]
+    "data", [b"", b"{}", b"[]", b"3", b'{"version": 2}', TURN.encode().replace(b'"version": 2', b'"version": 1')]
 )
 def test_what_cannot_be_read_is_a_mismatch(data: bytes) -> None:
     with pytest.raises(Mismatch, match="session"):
