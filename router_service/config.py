@@ -95,8 +95,7 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
     session_tail_mb: float = setting(
         16.0,
         """Most MiB per second of K and V behind the last full page that go to the logs of sessions, the oldest first, so that
-        a router that goes on with an answer need not compute them, and with an approximate --kv-format has the very rows that
-        the answer was computed with. 0: none; then such an answer is computed again from its start, to the same tokens.""",
+        a router that goes on with an answer need not compute them. 0: none; they are computed again, to the same tokens.""",
     )
     kv_format: str = setting(
         "auto",
@@ -115,9 +114,10 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
     kv_recent: int = setting(
         -1,
         """Sealed formats: newest tokens that stay float16. A request's float16 tail holds up to --page-size more. Fewer save
-        memory on short contexts and cost quality everywhere. 0: pages are sealed as soon as they are full, and only then an
-        answer behind a cached prefix is computed exactly as without the cache. -1: 112, or 32 for fp4: the most that leaves
-        4,096 tokens 80 % smaller than float16 even with a full tail (fp4: 69 %).""",
+        memory on short contexts and cost quality everywhere. 0: pages are sealed as soon as they are full. Else KV services
+        also get float16 rows where requests are likely to go on, so that an answer behind a cached prefix is the one that would
+        be computed without; a prompt that parts from known ones at a new place is computed once more. -1: 112, or 32 for
+        fp4: the most that leaves 4,096 tokens 80 % smaller than float16 even with a full tail (fp4: 69 %).""",
     )
     kv_outliers: int = setting(
         1,

@@ -21,6 +21,8 @@ from forefetch.errors import Mismatch
 from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
 
+NO_TOKEN = 2**32 - 1
+"""The tokens of float16 rows behind a block; see router_service/naming.py."""
 CALL_S = 10.0
 """Deadline of calls that move no blocks, seconds."""
 EPILOG = """\
@@ -137,7 +139,8 @@ def _inspect(stub: Any, args: argparse.Namespace, metadata: Any) -> int:
 
 def _cells(block: pb.InspectResponse) -> tuple[str, ...]:
     key, origin = block.key, block.origin
-    tokens = f"{key.position}..{key.position + len(key.token_ids)}"
+    rows = set(key.token_ids) == {NO_TOKEN}
+    tokens = f"rows at {key.position}" if rows else f"{key.position}..{key.position + len(key.token_ids)}"
     where = "+".join(name for name, there in (("mem", block.in_memory), ("disk", block.on_disk)) if there)
     form = " ".join(text for text in (origin.kv_format, origin.params) if text)
     names = (block.tenant, key.digest.hex()[:8], key.parent.hex()[:8])

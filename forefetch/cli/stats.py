@@ -158,6 +158,8 @@ def _kv(kv: router_pb2.KvStatus) -> Text:
     missed = "".join(f", {count:,} {reason}" for reason, count in sorted(kv.prefix_misses.items()))
     skipped = f", {kv.prefix_skipped:,} computed sooner" if kv.prefix_skipped else ""
     prefixes = f"\nprefixes: {kv.prefix_loads:,} loaded ({kv.blocks_loaded:,} blocks){skipped}{missed}"
+    if kv.rows_sent or kv.rows_dropped:
+        prefixes += f"\nrows behind blocks: {kv.rows_sent:,} sent, {kv.rows_dropped:,} dropped, {kv.rows_loaded:,} loaded"
     failed = "".join(f", {count:,} {reason}" for reason, count in sorted(kv.session_failures.items()))
     sessions = f"\nsessions: {kv.sessions:,} live, {kv.session_records:,} records written{failed}" if kv.session_records else ""
     return Text.assemble(f"{kv.address}  ", state, f"  {blocks}, {kv.reconnects:,} reconnects", prefixes, sessions)
