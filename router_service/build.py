@@ -238,7 +238,7 @@ def kv(
     tail_start = partial(cache.tail_start, loaded=0)
     prefix = Prefix(replicas, cost, cache.write_block, exporter, tail_start) if config.kv_fetch_s else None
     sessions = Sessions(replicas, config.session_lag_s, config.session_tail_mb * 2**20)
-    return KvSide(naming, replicas, handover, prefix, sessions, cache, pool, recent, sealed is not None, rows)
+    return KvSide(naming, replicas, handover, prefix, sessions, cache, pool, sealed is not None, rows)
 
 
 def conversations(digest: str, reader: Reader, kv: KvSide | None) -> Conversations:

@@ -27,12 +27,20 @@ from router_service.trunk import Cache
 log = logging.getLogger("forefetch.router")
 
 
+@dataclass(slots=True)
+class _Followed:
+    """A request whose rows are handed over: its pages, which it has no more when it has ended, and its landed positions."""
+
+    pages: tuple[int, ...]
+    end: int = 0
+
+
 @dataclass
 class KvSide:
     """One per router with `--kv`. `prefix` is None where prefixes are not fetched. `sessions` works on its own.
 
-    `recent`: newest tokens that no block holds; if there are any, `rows` takes them where requests may go on. `whole`: nothing
-    is ever written to a block again, so none is loaded that holds the last token, which is always computed."""
+    `whole`: nothing is ever written to a block again, so none is loaded that holds the last token, which is always computed.
+    `rows`: where the newest tokens are in no block, takes them where requests may go on."""
 
     naming: Naming
     replicas: Replicas
@@ -41,13 +49,12 @@ class KvSide:
     sessions: Sessions
     cache: Cache
     pool: PagePool
-    recent: int = 0
     whole: bool = False
     rows: Rows | None = None
     _keys: dict[Request, list[Key]] = field(default_factory=dict)
     _loads: dict[Request, Load] = field(default_factory=dict)
     _requests: dict[int, Request] = field(default_factory=dict)
-    _pages: dict[Request, tuple[int, ...]] = field(default_factory=dict)  # a request's own are gone when it has ended
+    _followed: dict[Request, _Followed] = field(default_factory=dict)
 
     def on_change(self, wake: Callable[[], None]) -> None:
         """`wake` is called, from any thread, when `settle` has something to do that requests wait for."""
@@ -85,7 +92,7 @@ class KvSide:
         tokens, tenant = tuple(request.tokens), request.tenant
         blocks = (len(tokens) - self.whole) // size
         if self.rows is not None:
-            self._pages[request] = request.pages
+            self._followed[request] = _Followed(request.pages)
             request.rows_due = [blocks * size] if blocks else []
             blocks = tail.start // size if tail is not None else blocks
         pages, load = request.pages[:blocks], None
@@ -139,14 +146,19 @@ class KvSide:
         request.rows_due = [position for position in request.rows_due if position > reached]
         return blocks
 
-    def _hand_rows(self, request: Request, position: int) -> None:
-        """Offers the rows that a query at `position`, a multiple of the page, reads beside pages; if they are still there."""
-        start = self.cache.tail_start(position, 0)
-        if self.rows is None or not position or self.cache.tail_start(request.computed, 0) != start:
+    def _same_tail(self, one: int, other: int) -> bool:
+        """Whether a request's tail begins at the same token when so many positions are committed, or so many."""
+        return self.cache.tail_start(one, 0) == self.cache.tail_start(other, 0)
+
+    def _hand_rows(self, request: Request, position: int, end: int) -> None:
+        """Offers the rows that a query at `position`, a multiple of the page, reads beside pages; if they are still there when
+        positions up to `end` are committed."""
+        if self.rows is None or not position or not self._same_tail(position, end):
             return
+        start = self.cache.tail_start(position, 0)
         blocks, keys = position // self.naming.page_size, self._keys.setdefault(request, [])
         self.naming.extend(keys, request.tenant, request.tokens, blocks)
-        rows = self.cache.read_tail(self._pages[request], request.lane, start, position)
+        rows = self.cache.read_tail(self._followed[request].pages, request.lane, start, position)
         holder = self.replicas.holder(keys, blocks - 1)
         self.rows.offer(holder, keys[blocks - 1], Snapshot(start, position, self.naming.page_size, rows))
 
@@ -163,8 +175,10 @@ class KvSide:
         """A step is committed and took so long, which is what loading a prefix is weighed against."""
         for chunk in plan.chunks:
             request = chunk.request
-            while request.rows_due and request.rows_due[0] <= request.computed:
-                self._hand_rows(request, request.rows_due.pop(0))
+            if request in self._followed:
+                self._followed[request].end = chunk.end
+            while request.rows_due and request.rows_due[0] <= chunk.end:
+                self._hand_rows(request, request.rows_due.pop(0), chunk.end)
         if plan.prefills and self.prefix is not None:
             self.prefix.cost.prefill.add(plan.tokens, total_ns * 1e-9)
 
@@ -173,10 +187,12 @@ class KvSide:
         if load := self._loads.pop(request, None):
             load.cancelled = True
             del self._requests[request.key]
-        if request.decoding:  # whoever goes on with the answer begins here
-            self._hand_rows(request, request.computed // self.naming.page_size * self.naming.page_size)
+        followed = self._followed.get(request)
+        # Whoever goes on with the answer begins here. A step behind it may have been launched, and be committed or not.
+        if followed is not None and request.generated and self._same_tail(followed.end, request.computed):
+            self._hand_rows(request, followed.end // self.naming.page_size * self.naming.page_size, followed.end)
         self._keys.pop(request, None)
-        self._pages.pop(request, None)
+        self._followed.pop(request, None)
         self.handover.forget(request.key)
 
     def status(self) -> router_pb2.KvStatus:

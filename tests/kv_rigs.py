@@ -165,9 +165,7 @@ class Rig:
         prefix._tail_start = partial(cache.tail_start, loaded=0)
         rows = Rows(1 << 20) if self.recent else None
         sessions, windowed = Sessions(self.replicas, 0.1), bool(self.recent)
-        self.kv = KvSide(
-            naming, self.replicas, handover, prefix, sessions, cache, self.scheduler.pool, self.recent, windowed, rows
-        )
+        self.kv = KvSide(naming, self.replicas, handover, prefix, sessions, cache, self.scheduler.pool, windowed, rows)
         self.cache = cache
         until(lambda: all(replica.up for replica in self.replicas.all if replica.address not in self.away))
 

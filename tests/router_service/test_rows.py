@@ -60,9 +60,10 @@ def compute(rig: Rig, request: Any) -> None:
         rig.cache.lanes[request.lane] = list(request.tokens)
         for block in range(before // PAGE, end // PAGE):
             rig.memory[request.pages[block]] = page(request.prompt[: (block + 1) * PAGE])
-        for sealed, first in rig.scheduler.commit(plan, [1] if end == request_tokens else []):
-            rig.kv.sealed(sealed, first, None)
+        landed = rig.scheduler.commit(plan, [1] if end == request_tokens else [])
         rig.kv.computed(plan, 1)
+        for sealed, first, behind in landed:
+            rig.kv.sealed(sealed, first, behind, None)
 
 
 def page(prefix: Any) -> bytes:
