@@ -178,7 +178,7 @@ def decodes(arguments: argparse.Namespace) -> Iterator[Row]:
         workers.close()
 
 
-def laned(rig: Rig, workers: Workers, batch: int, parts: int) -> LaneTrunk:
+def laned(rig: Rig, workers: Workers, batch: int, parts: int, patience_s: float = PATIENCE_S) -> LaneTrunk:
     """The rig's trunk over a lane, recorded for `batch` rows in so many parts."""
     device, spec = torch.device("cuda:0"), rig.spec
     buffers = LayoutBuffers(
@@ -193,8 +193,9 @@ def laned(rig: Rig, workers: Workers, batch: int, parts: int) -> LaneTrunk:
     rig.buffers = buffers
     step = step_shape((batch, 0), batch if parts == 2 else 0)
     shape = LaneShape(batch, spec.hidden_size, spec.top_k, len(spec.moe_layers), 2)
-    lanes: Any = DeviceLanes(1, shape, spec.num_experts, True, PATIENCE_S, device)
-    opener = Opener(lambda link: open_lane(link, shape, [step], device=device, patience_s=PATIENCE_S, timeout_s=60.0))
+    normed = spec.gate_rule == "topk_softmax" or spec.renormalise
+    lanes: Any = DeviceLanes(1, shape, spec.num_experts, normed, patience_s, device)
+    opener = Opener(lambda link: open_lane(link, shape, [step], device=device, patience_s=patience_s, timeout_s=60.0))
     experts = LaneExperts(spec, lanes, batch, torch.bfloat16, device)
     model = LaneTrunk(rig.trunk, experts, buffers, lanes, workers, opener, lambda layout: step)
     model.warm_up()

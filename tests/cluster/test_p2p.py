@@ -10,8 +10,9 @@ import pytest
 from cluster_calls import SMALL, Background, Router, Start, until
 from reference_model import CASES, Oracle
 
-from forefetch import shm
+from forefetch import settings, shm
 from forefetch.cluster import Cluster
+from forefetch.process import Process
 
 pytestmark = pytest.mark.skipif(bool(shm.unsupported()), reason=shm.unsupported())
 
@@ -71,6 +72,30 @@ def test_a_worker_killed_in_a_step_costs_no_token(
     expected = oracle(CASE).greedy(PROMPT, LONG)
     assert [(stream.done().error, stream.tokens) for stream in running] == [(None, expected)] * streams
     assert running[0].finish.usage.replayed_steps >= 1
+
+
+def test_two_routers_have_lanes_to_the_same_workers(router: Router, cluster: Cluster, oracle: Callable[[str], Oracle]) -> None:
+    """Each its own; one that is killed takes nothing from the other."""
+    workers = ",".join(cluster.processes[name].address for name in cluster.worker_names)
+    flags = [f"--model={cluster.config.model}", "--device=cpu", "--link=p2p", f"--workers={workers}", *FLAGS]
+    other = Process("other", "router_service", flags, settings.child_environment())
+    other.spawn()
+    try:
+        other.wait_ready(60.0)
+        second = Router(other.address)
+        streams = [Background(each, PROMPT, LONG) for each in (router, second, router)]
+        expected = oracle(CASE).greedy(PROMPT, LONG)
+        assert [stream.done().tokens for stream in streams] == [expected] * 3
+        assert second.stats().p2p_steps > 0
+        doomed, kept = Background(second, PROMPT, LONG), Background(router, PROMPT, LONG)
+        doomed.wait_for(8)
+        breaks = router.stats().p2p_breaks
+        other.signal(signal.SIGKILL)
+        assert kept.done().tokens == expected
+        assert router.stats().p2p_breaks == breaks
+        second.close()
+    finally:
+        other.end(0.0)
 
 
 def test_a_stalled_worker_ends_the_wait_by_its_bound(router: Router, cluster: Cluster, oracle: Callable[[str], Oracle]) -> None:

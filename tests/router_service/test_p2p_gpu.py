@@ -1,0 +1,88 @@
+"""A lane between two GPUs, in and out of order: halves, a worker that stalls, one that is killed in a step. `pytest -m
+multigpu`."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+MODEL, BATCH, CONTEXT = "synthetic:olmoe-1b-7b", 64, 256
+
+
+def until(condition: Any, timeout: float = 20.0) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.01)
+
+
+def test_a_lane_between_two_gpus() -> None:
+    """One rig for all of it: weights and recorded steps take their time."""
+    from benchmarks.decode import Rig
+    from benchmarks.p2p import laned, worker_on
+    from expert_worker.client import connect
+    from forefetch.errors import LinkDown
+    from forefetch.synthetic import open_model
+    from router_service.scheduler import Chunk, Plan
+    from router_service.workers import Workers
+
+    spec, checkpoint = open_model(MODEL, allow_synthetic=True)
+    with worker_on("cuda:1", MODEL, "int4") as process:
+        rig = Rig(MODEL, "int4", "bfloat16", BATCH, CONTEXT, BATCH * CONTEXT)
+        process.wait_ready(120.0)
+        agreed: dict[str, Any] = {"digest": checkpoint.digest, "hidden": spec.hidden_size, "dtype": torch.bfloat16}
+        link = connect(process.address, link="auto", max_rows=256, tls=None, timeout_s=10.0, experts="int4", **agreed)
+        workers = Workers(spec, [process.address], lambda _: link)
+        workers.wait_complete(10.0)
+
+        def step(model: Any, buffers: Any, rows: int, number: int = 1) -> torch.Tensor:
+            requests = rig.requests(rows, CONTEXT)
+            batch = buffers.fill(number, Plan(tuple(Chunk(request, CONTEXT, 1) for request in requests), ()))
+            return model.forward(batch, None, None).clone()  # type: ignore[no-any-return]
+
+        plain = rig.captured(BATCH // 2)
+        half, plain_buffers = step(plain, rig.buffers, BATCH // 2), rig.buffers
+        model = laned(rig, workers, BATCH, 2, patience_s=1.0)
+        whole = step(model, rig.buffers, BATCH)
+        assert torch.equal(whole[: BATCH // 2], half), "a half is a step of its own, bit for bit"
+        assert torch.equal(step(model, rig.buffers, BATCH), whole)
+
+        process.signal(signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(LinkDown, match="no signal within 1 s"):
+            step(model, rig.buffers, BATCH)
+        print(f"stalled: {time.monotonic() - began:.2f} s", flush=True)
+        assert time.monotonic() - began < 2.0
+        process.signal(signal.SIGCONT)
+        began = time.monotonic()
+        until(model._up)
+        print(f"up again: {time.monotonic() - began:.2f} s", flush=True)
+        assert torch.equal(step(model, rig.buffers, BATCH), whole)
+
+        steps, killed = list[torch.Tensor](), list[float]()
+
+        def kill() -> None:
+            killed.append(time.monotonic())
+            process.signal(signal.SIGKILL)
+
+        def go_on() -> None:
+            while True:
+                steps.append(step(model, rig.buffers, BATCH))
+
+        threading.Timer(0.3, kill).start()
+        with pytest.raises(LinkDown):
+            go_on()
+        print(f"killed after {len(steps)} steps, noticed in {time.monotonic() - killed[0]:.3f} s", flush=True)
+        assert steps
+        assert torch.equal(step(plain, plain_buffers, BATCH // 2), half), "the router's GPU goes on"
+        model.close()
+        workers.close()
