@@ -7,6 +7,7 @@ those over other links, take a lock on the device: the experts' kernel needs the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,9 @@ from forefetch.p2p.lane import Step
 from forefetch.p2p.memory import Mapped, visit
 from forefetch.v1 import expert_pb2
 
+_OPENING = threading.Lock()
+"""Recording and taking memory disturb one another: one lane is opened at a time."""
+
 
 class DeviceFollowing(Following):
     """See the module."""
@@ -28,11 +32,25 @@ class DeviceFollowing(Following):
     def __init__(self, core: Core, hello: expert_pb2.OpenLaneRequest, source: str) -> None:
         super().__init__(core, hello, source)
         assert isinstance(core.experts, PackedExperts)
-        self._experts = experts = core.experts
+        self._experts = core.experts
         self._device = torch.device(core.info.device)
+        with _OPENING:
+            self._port = self._met(hello.meeting)
+            self._prepare(hello)
+
+    def _met(self, meeting: str) -> DevicePort:
+        """Our inbox for the router's outbox."""
         inbox = Mapped(self.shape.inbox_bytes, self._device)
-        outbox = Mapped(self.shape.outbox_bytes, self._device, visit(hello.meeting, inbox.export(), MEETING_S))
-        self._port = DevicePort(inbox, outbox, self.shape, core.info.dtype)
+        try:
+            outbox = Mapped(self.shape.outbox_bytes, self._device, visit(meeting, inbox.export(), MEETING_S))
+        except BaseException:
+            inbox.close()
+            raise
+        return DevicePort(inbox, outbox, self.shape, self.core.info.dtype)
+
+    def _prepare(self, hello: expert_pb2.OpenLaneRequest) -> None:
+        """State, scratch and a graph for each step."""
+        experts = self._experts
         self._scratch = experts.lane_scratch(self.shape.rows)
         self._state = torch.zeros(2, dtype=torch.int32, device=self._device)  # calls taken, fault
         self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)

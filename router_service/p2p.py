@@ -84,9 +84,9 @@ class Opener:
         return None
 
     def wait(self, timeout_s: float) -> None:
-        """Until lanes are there."""
+        """Until lanes are there, or a first try has failed."""
         with self._guard:
-            self._guard.wait_for(lambda: self._found is not None or self._closed, timeout_s)
+            self._guard.wait_for(lambda: self._found is not None or self.reason or self._closed, timeout_s)
 
     def close(self) -> None:
         """Ends the thread and what nobody took."""
@@ -106,7 +106,7 @@ class Opener:
             lanes = self._opened(links)
             with self._guard:
                 if lanes is not None and not self._closed:
-                    self._found, pause = (links, lanes), FIRST_PAUSE_S
+                    self._found, self.reason, pause = (links, lanes), "", FIRST_PAUSE_S
                     self._guard.notify_all()
                     continue
                 self._guard.wait_for(lambda: self._closed or self._wanted != links, pause)  # noqa: B023
@@ -120,13 +120,20 @@ class Opener:
                 lanes.append(self._open(link))
             return lanes
         except ForefetchError as error:
-            log.warning("no p2p lanes: %s", error)
-            self.reason = str(error)
+            self._failed(str(error))
         except Exception:
             log.exception("defect while opening p2p lanes")
-            self.reason = "internal error"
+            self._failed("internal error")
         _close(lanes)
         return None
+
+    def _failed(self, reason: str) -> None:
+        """Says it once, however often it is tried."""
+        if reason != self.reason:
+            log.warning("no p2p lanes: %s", reason)
+        with self._guard:
+            self.reason = reason
+            self._guard.notify_all()
 
 
 class LaneTrunk(CapturedTrunk):

@@ -234,6 +234,8 @@ _ROUTER: tuple[Row[Any], ...] = (
     (names.COMPLETION_TOKENS, lambda stats: stats.completion_tokens),
     (names.STEPS, lambda stats: stats.steps),
     (names.STEPS_REPLAYED, lambda stats: stats.replayed_steps),
+    (names.P2P_STEPS, lambda stats: stats.p2p_steps),
+    (names.P2P_BREAKS, lambda stats: stats.p2p_breaks),
     (names.WORKER_UP, _of_workers("up")),
     (names.WORKER_RECONNECTS, _of_workers("reconnects")),
     (names.WORKER_PAIRS, _of_workers("pairs")),

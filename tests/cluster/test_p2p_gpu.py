@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
 from cluster_calls import SMALL, Background, Router, until
-from reference_model import CASES, Oracle
 
 from forefetch.cluster import Cluster, ClusterConfig, Extra
 
@@ -18,18 +16,32 @@ pytestmark = [
     pytest.mark.multigpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-CASE = "qwen3"
-PROMPT = CASES[CASE].prompt
+# Sizes that the kernels take, which the oracle's models have not; so one GPU's answers are the ones to equal.
+MODEL = "synthetic:qwen3-30b-a3b,layers=3,experts=16,hidden_size=128,moe_intermediate_size=64,vocab_size=500"
+PROMPT = list(range(3, 40))
 LONG = 400
 FLOAT32 = ("--dtype=float32",)
 FLAGS = (*SMALL, *FLOAT32, "--worker-grace-s=60", "--p2p-halves-from=4", "--batch-buckets=1,2,4", "--max-batch=4")
 
 
+def cluster_of(**changes: str) -> Cluster:
+    config = ClusterConfig(model=MODEL, allow_synthetic=True, kv=False, port=0, start_s=120.0, **changes)  # type: ignore[arg-type]
+    return Cluster.start(config, extra=Extra(router=FLAGS, worker=FLOAT32))
+
+
 @pytest.fixture(scope="module")
-def cluster(checkpoint: Callable[[str], Path]) -> Iterator[Cluster]:
-    gpus = ",".join(map(str, range(min(3, torch.cuda.device_count()))))
-    config = ClusterConfig(model=str(checkpoint(CASE)), gpus=gpus, kv=False, port=0, start_s=120.0)
-    with Cluster.start(config, extra=Extra(router=FLAGS, worker=FLOAT32)) as cluster:
+def expected() -> list[int]:
+    """Greedy tokens of one GPU."""
+    with cluster_of(link="local", device="cuda:0") as cluster:
+        router = Router(cluster.address)
+        tokens = router.generate(PROMPT, LONG).tokens
+        router.close()
+        return tokens
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with cluster_of(gpus=",".join(map(str, range(min(3, torch.cuda.device_count()))))) as cluster:
         yield cluster
 
 
@@ -52,27 +64,26 @@ def lanes_carry(router: Router) -> None:
     until(moved, 60.0, every=0.2)
 
 
-def test_answers_are_the_oracles(router: Router, oracle: Callable[[str], Oracle]) -> None:
+def test_answers_are_one_gpus(router: Router, expected: list[int]) -> None:
     """One row, and four in two halves."""
-    expected, before = oracle(CASE).greedy(PROMPT, 64), router.stats().p2p_breaks
-    assert router.generate(PROMPT, 64).tokens == expected
+    before = router.stats().p2p_breaks
+    assert router.generate(PROMPT, 64).tokens == expected[:64]
     streams = [Background(router, PROMPT, 64) for _ in range(4)]
-    assert [stream.done().tokens for stream in streams] == [expected] * 4
+    assert [stream.done().tokens for stream in streams] == [expected[:64]] * 4
     assert router.stats().p2p_breaks == before
 
 
-def test_a_worker_killed_in_a_step_costs_no_token(router: Router, cluster: Cluster, oracle: Callable[[str], Oracle]) -> None:
+def test_a_worker_killed_in_a_step_costs_no_token(router: Router, cluster: Cluster, expected: list[int]) -> None:
     streams = [Background(router, PROMPT, LONG) for _ in range(2)]
     streams[0].wait_for(20)
     cluster.kill("worker-0")
     assert len(streams[0].tokens) < LONG, "the kill came too late to test anything"
     cluster.restart("worker-0")
-    expected = oracle(CASE).greedy(PROMPT, LONG)
     assert [(stream.done().error, stream.tokens) for stream in streams] == [(None, expected)] * 2
     assert streams[0].finish.usage.replayed_steps >= 1
 
 
-def test_a_stalled_worker_ends_the_wait_by_its_bound(router: Router, cluster: Cluster, oracle: Callable[[str], Oracle]) -> None:
+def test_a_stalled_worker_ends_the_wait_by_its_bound(router: Router, cluster: Cluster, expected: list[int]) -> None:
     """Its GPU would go on, but nobody launches the next step there."""
     before, stream = router.stats().p2p_breaks, Background(router, PROMPT, LONG)
     stream.wait_for(20)
@@ -80,6 +91,6 @@ def test_a_stalled_worker_ends_the_wait_by_its_bound(router: Router, cluster: Cl
     time.sleep(3.0)
     stalled = len(stream.tokens)
     cluster.processes["worker-0"].signal(signal.SIGCONT)
-    assert stream.done().tokens == oracle(CASE).greedy(PROMPT, LONG)
+    assert stream.done().tokens == expected
     assert stalled < LONG
     assert router.stats().p2p_breaks == before + 1
