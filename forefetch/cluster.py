@@ -22,7 +22,6 @@ from forefetch.settings import Config, child_environment, setting
 OnLine = Callable[[str, str], None]
 OnLoading = Callable[[str, int, int], None]
 
-DRAIN_S = 30.0
 STOP_S = 5.0
 POLL_S = 0.2
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -93,6 +92,15 @@ class ClusterConfig(Config):
         choices=("auto", "plain", "attention", "off"),
     )
     port: int = setting(50051, "Port of the router on loopback; 0 takes a free one.")
+    listen: str = setting(
+        "", "host:port where the router listens, instead of --port on loopback. Its own settings say who may call then."
+    )
+    inherit: bool = setting(
+        False,
+        """Router and workers take their settings from their own variables (FOREFETCH_ROUTER_..., FOREFETCH_EXPERT_...), as
+        services of a pod do; only addresses, devices, shards, the link and --drain-s come from here.""",
+    )
+    drain_s: float = setting(30.0, "Seconds that running requests get to finish when the cluster is stopped.")
     metrics_port: int = setting(0, "Port on loopback for the router's /metrics (Prometheus). 0: not served.")
     kv: bool = setting(True, "Start a KV service, which keeps sealed KV blocks beyond the router's life.")
     kv_dir: str = setting("", "Folder where the KV service keeps blocks and sessions beyond its own life. Unset: in memory.")
@@ -206,7 +214,8 @@ class Cluster:
             where = [f"--dir={Path(self.config.kv_dir).resolve()}"] if self.config.kv_dir else []
             self._spawn("kv", "kv_service", [f"--otlp-endpoint={self.config.otlp_endpoint}", *where, *self._extra.kv], 1)
         self._wait_ready(list(self.processes.values()), until)
-        self._spawn("router", "router_service", self._router_flags(), self._threads(1), f"127.0.0.1:{self.config.port}")
+        listen = self.config.listen or f"127.0.0.1:{self.config.port}"
+        self._spawn("router", "router_service", self._router_flags(), self._threads(1), listen)
         self._wait_ready([self.processes["router"]], until)
 
     def _wait_ready(self, processes: Sequence[Process], until: float) -> None:
@@ -234,6 +243,9 @@ class Cluster:
         ]
 
     def _worker_flags(self, shard: int) -> list[str]:
+        place = [f"--device={self.config.device_of(shard + 1)}", f"--shard={shard}", f"--shards={self.config.workers}"]
+        if self.config.inherit:
+            return [*place, *self._extra.worker]
         shards = [f"--shard={shard}", f"--shards={self.config.workers}", f"--slots={self.config.slots}"]
         shards += [f"--experts={self.config.experts}", f"--placement={self.config.placement}"]
         return [*self._model_flags(shard + 1), *shards, *self._extra.worker]
@@ -241,12 +253,16 @@ class Cluster:
     def _router_flags(self) -> list[str]:
         config = self.config
         workers = ",".join(self.processes[name].address for name in self.worker_names) or "local"
+        if config.inherit:
+            link = [] if config.link == "local" else [f"--link={config.link}"]
+            place = [f"--device={config.device_of(0)}", f"--workers={workers}", f"--drain-s={config.drain_s}"]
+            return [*place, *link, *self._extra.router]
         flags = [
             f"--experts={config.experts}",
             f"--workers={workers}",
             f"--kv-format={config.kv_format}",
             f"--hints={config.hints}",
-            f"--drain-s={DRAIN_S}",
+            f"--drain-s={config.drain_s}",
         ]
         if config.kv:
             flags.append(f"--kv={self.processes['kv'].address}")
@@ -301,8 +317,10 @@ class Cluster:
                 report(line)
             time.sleep(POLL_S)
 
-    def stop(self, grace_s: float = DRAIN_S) -> None:
-        """The router first, which gets `grace_s` to finish running requests, then the others. May be called twice."""
+    def stop(self, grace_s: float | None = None) -> None:
+        """The router first, which gets `grace_s` (None: --drain-s) to finish running requests, then the others. May be called
+        twice."""
+        grace_s = self.config.drain_s if grace_s is None else grace_s
         router = self.processes.get("router")
         if router:
             router.end(grace_s + STOP_S if grace_s else 0.0)
@@ -316,7 +334,7 @@ class Cluster:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop(DRAIN_S if kind is None else 0.0)
+        self.stop(None if kind is None else 0.0)
 
 
 def _environment(threads: int, *, alone: bool) -> dict[str, str]:

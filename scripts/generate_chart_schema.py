@@ -99,7 +99,7 @@ def services() -> dict[str, Any]:
         "router": pods("router", replicas=whole(1), gpus=whole(0), maxSurge=whole(0), service=SERVICE),
         "expert": pods(
             "expert",
-            mode=one_of("pods", "sidecars", "local"),
+            mode=one_of("pods", "sidecars", "processes", "local"),
             shards=whole(1, 256),
             replicas=whole(1),
             planned=strict(enabled=FLAG, workers=whole(1), leaveSeconds=whole(0)),

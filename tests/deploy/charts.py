@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,8 @@ import yaml
 
 from expert_worker.config import ExpertConfig
 from forefetch import settings
+from forefetch.cli.up import add_cluster_arguments
+from forefetch.cluster import ClusterConfig
 from kv_service.config import KvConfig
 from router_service.config import RouterConfig
 
@@ -25,6 +28,7 @@ CONFIGS: dict[str, type[settings.ServiceConfig]] = {
 }
 
 Manifest = dict[str, Any]
+UP = ["forefetch.cli", "up"]
 
 
 @cache
@@ -84,5 +88,29 @@ def configs(objects: list[Manifest]) -> Iterator[tuple[str, Any]]:
     """(service, its config as read from what the chart passes) of every container of a service."""
     for container in containers(objects):
         service = container.get("args", [""])[0]
+        seen = environment(container, objects)
         if service in CONFIGS:
-            yield service, settings.build(CONFIGS[service], {}, environment(container, objects))
+            yield service, settings.build(CONFIGS[service], {}, seen)
+        elif container.get("args", [])[:2] == UP:
+            for service, flags in started_by(container["args"][2:]):
+                yield service, settings.build(CONFIGS[service], flags, seen)
+
+
+def service_of(container: Manifest) -> str:
+    """The service that a container is there for."""
+    return "router_service" if container["args"][:2] == UP else str(container["args"][0])
+
+
+def started_by(args: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """(service, its flags) of what `forefetch up` starts."""
+    parser = argparse.ArgumentParser()
+    add_cluster_arguments(parser)
+    flags = {**vars(parser.parse_args(args)), "model": "synthetic:qwen3-30b-a3b"}  # the folder is not there
+    config = settings.build(ClusterConfig, flags, {}).resolved()
+    assert (config.inherit, config.kv) == (True, False)
+    yield (
+        "router_service",
+        {"device": config.device_of(0), "link": config.link, "workers": "127.0.0.1:1", "drain_s": str(config.drain_s)},
+    )
+    for shard in range(config.workers):
+        yield "expert_worker", {"device": config.device_of(shard + 1), "shard": str(shard), "shards": str(config.workers)}

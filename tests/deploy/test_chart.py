@@ -11,7 +11,20 @@ import helm_python as helm
 import kubernetes_validate
 import pytest
 import yaml
-from charts import CHART, CONFIGS, EXAMPLES, Manifest, configs, containers, environment, manifests, pods, render, values_of
+from charts import (
+    CHART,
+    CONFIGS,
+    EXAMPLES,
+    Manifest,
+    configs,
+    containers,
+    environment,
+    manifests,
+    pods,
+    render,
+    service_of,
+    values_of,
+)
 
 from forefetch.version import VERSION
 
@@ -124,7 +137,7 @@ def test_there_is_time_to_drain(objects: list[Manifest]) -> None:
             container = spec["containers"][0]
             sleep = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])[1]
             last_resort = 10
-            assert spec["terminationGracePeriodSeconds"] > int(sleep) + drain[container["args"][0]] + last_resort
+            assert spec["terminationGracePeriodSeconds"] > int(sleep) + drain[service_of(container)] + last_resort
 
 
 def test_an_init_container_can_bring_the_model() -> None:

@@ -8,23 +8,22 @@ import json
 import helm_python as helm
 import pytest
 import yaml
-from charts import CHART, CONFIGS, ROOT, Manifest, configs, containers, environment, manifests, pods, render, values_of
-
-from forefetch import settings
+from charts import CHART, CONFIGS, ROOT, UP, Manifest, configs, containers, environment, manifests, pods, render, values_of
 
 
 def test_the_services_read_every_setting(objects: list[Manifest]) -> None:
     seen = 0
     for container in containers(objects):
-        cls = CONFIGS.get(container.get("args", [""])[0])
-        if cls is None:
+        args = container.get("args", [""])
+        services = ["router_service", "expert_worker"] if args[:2] == UP else [args[0]]
+        classes = [CONFIGS[service] for service in services if service in CONFIGS]
+        if not classes:
             continue
-        variables = environment(container, objects)
-        known = {cls.ENV + name.upper() for name in cls.__dataclass_fields__}
-        assert set(variables) <= known, "a variable that nobody reads"
-        settings.build(cls, {}, variables)  # raises ConfigError for a value that the service would refuse
-        seen += 1
+        known = {cls.ENV + name.upper() for cls in classes for name in cls.__dataclass_fields__}
+        assert set(environment(container, objects)) <= known, "a variable that nobody reads"
+        seen += len(classes)
     assert seen >= 2
+    assert len(list(configs(objects))) >= 2  # raises ConfigError for a value that the service would refuse
 
 
 def test_values_arrive_as_they_were_written() -> None:
@@ -51,7 +50,9 @@ def test_the_router_knows_its_workers_and_the_workers_their_shards() -> None:
 
 
 def test_sidecars_share_memory_with_the_router_and_outlive_it() -> None:
-    objects = manifests(values_of("eight-gpus"))
+    values = values_of("eight-gpus")
+    values["router"]["gpus"], values["expert"] = 1, {"mode": "sidecars", "shards": 7, "gpus": 1}
+    objects = manifests(values)
     spec = dict(pods(objects))["demo-forefetch-router"]
     router, sidecars = spec["containers"][0], spec["initContainers"]
     workers = [config for service, config in configs(objects) if service == "expert_worker"]
@@ -64,6 +65,24 @@ def test_sidecars_share_memory_with_the_router_and_outlive_it() -> None:
     ports = [port["containerPort"] for container in (router, *sidecars) for port in container["ports"]]
     assert len(set(ports)) == len(ports)
     assert sum(container["resources"]["limits"]["nvidia.com/gpu"] for container in (router, *sidecars)) == 8
+
+
+def test_processes_share_a_container_and_see_every_gpu() -> None:
+    """What the container is told makes a router and seven workers whose own settings are the chart's."""
+    objects = manifests(values_of("eight-gpus"))
+    spec = dict(pods(objects))["demo-forefetch-router"]
+    (container,) = spec["containers"]
+    assert "initContainers" not in spec
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert [volume["mountPath"] for volume in container["volumeMounts"]].count("/dev/shm") == 1
+    found = list(configs(objects))
+    router = next(config for service, config in found if service == "router_service")
+    workers = [config for service, config in found if service == "expert_worker"]
+    assert (router.max_batch, router.kv_memory_mb, router.link, router.device) == (128, 65536, "p2p", "cuda:0")
+    assert router.kv
+    assert router.health_listen
+    assert [(worker.device, worker.shard, worker.shards) for worker in workers] == [(f"cuda:{n + 1}", n, 7) for n in range(7)]
+    assert {worker.model for worker in workers} == {router.model}
 
 
 def test_callers_need_a_token_where_there_is_a_secret() -> None:

@@ -276,3 +276,11 @@ def test_gpus_by_number_make_workers_on_their_own(config: ClusterConfig) -> None
 def test_gpus_that_make_no_sense_are_refused(changes: dict[str, str], config: ClusterConfig) -> None:
     with pytest.raises(ConfigError, match="--gpus"):
         ClusterConfig(model=config.model, **changes).validate()  # type: ignore[arg-type]
+
+
+def test_services_can_inherit_their_settings(config: ClusterConfig) -> None:
+    inherited = ClusterConfig(model=config.model, port=0, kv=False, inherit=True, link="shm", drain_s=7.0, listen="127.0.0.1:0")
+    with Cluster.start(inherited) as cluster:
+        workers = ",".join(cluster.processes[f"worker-{shard}"].address for shard in range(2))
+        assert f"--device=auto --workers={workers} --drain-s=7.0 --link=shm" in loading_line(cluster.processes["router"])
+        assert "--device=auto --shard=1 --shards=2 --listen" in loading_line(cluster.processes["worker-1"])
