@@ -1,13 +1,14 @@
 """What a step costs when only some experts fit on the GPU: slots, recall of the hints, format and batch as parameters.
 
-    python -m benchmarks.expert_offload [--layers 48] [--slots 50 100] [--recall 0 95 100] [--experts int4] [--batch 1]
-                                        [--attention-us 100] [--steps 60] [--record]
+    python -m benchmarks.expert_offload [--layers 48] [--slots 25 50 75] [--recall 0 80 90 95 100] [--experts int4 bfloat16]
+                                        [--batch 1 4 16] [--attention-us 100] [--steps 40] [--record]
 
-Qwen3-30B-A3B's expert sizes; every expert has the same weights, since only bytes and times matter here. A layer is: attention
-(a kernel that waits so long), the gate's synchronisation, hints for the next layer, the worker's `forward`. Routing is drawn:
-popularities log-normal (sigma 1) per layer; a token keeps an expert of the token before with probability 0.4. A hint names each
-expert that the next layer will choose with probability `recall`, and two more; recall 0 means no hints, which is loading on
-demand. Reported: the median step, its ratio to all-resident in the same run, and what became of the experts needed.
+Qwen3-30B-A3B's expert sizes, routing and hints as in drawn_routing.py. A step is recorded as a graph: per layer a kernel that
+takes as long as attention would, then the choice, what is brought ahead, and the experts. Compared in one run: all experts
+resident; slots with hints of a recall (0: none, what was missed comes in behind); loading on demand (`OnDemand`: missing
+experts are copied by the device when the layer has chosen, and waited for). Outputs are compared bit by bit. "link" is the
+share of the step in which copies and reads in place keep PCIe busy at the bandwidth measured first: at 100 % the bytes forbid
+more.
 """
 
 from __future__ import annotations
@@ -17,158 +18,163 @@ from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 from typing import Any
-from unittest import mock
 
-import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from benchmarks.drawn_routing import Drawn, FewSlots, OnDemand, all_resident, blobs_of, few_slots, routing
 from benchmarks.results import Row, append
-from expert_worker.experts import Storage
-from expert_worker.host import Host
-from expert_worker.packed import PackedExperts, packed_format
-from expert_worker.packed_slots import SlottedExperts
-from forefetch.hints import ExpertHint
-from forefetch.kernels.grouped_mlp.formats import pack
+from forefetch.kernels.residency import COUNTERS
 from forefetch.synthetic import open_model
-from forefetch.wire import LayerCall, Verified
 
-Choices = list[list[npt.NDArray[np.int32]]]  # step -> layer -> [B, K]
-KEEP, SIGMA, WRONG, WARM = 0.4, 1.0, 2, 10
-
-
-def routing(steps: int, layers: int, experts: int, top_k: int, batch: int) -> Choices:
-    draw = np.random.default_rng(1)
-    weights = np.exp(SIGMA * draw.standard_normal((layers, experts)))
-    chances = weights / weights.sum(1, keepdims=True)
-    before: list[list[list[int]]] = [[[] for _ in range(batch)] for _ in range(layers)]
-    found: Choices = []
-    for _ in range(steps):
-        step = []
-        for layer in range(layers):
-            for row in range(batch):
-                kept = [e for e in before[layer][row] if draw.random() < KEEP]
-                others = [int(e) for e in draw.choice(experts, 3 * top_k, replace=False, p=chances[layer]) if e not in kept]
-                before[layer][row] = (kept + others)[:top_k]
-            step.append(np.array(before[layer], dtype=np.int32))
-        found.append(step)
-    return found
-
-
-def call_of(step: int, layer: int, ids: npt.NDArray[np.int32], x: torch.Tensor) -> LayerCall:
-    rows, top_k = ids.shape
-    row = torch.arange(rows, dtype=torch.int32).repeat_interleave(top_k)
-    return LayerCall(step, layer, x, row, torch.from_numpy(ids.ravel().copy()), torch.full((rows * top_k,), 1 / top_k))
-
-
-def hint_of(
-    step: int, layer: int, ids: npt.NDArray[np.int32], recall: float, window_ns: int, draw: Any, experts: int
-) -> ExpertHint:
-    chosen = np.unique(ids)
-    named = chosen[draw.random(len(chosen)) < recall]
-    wrong = np.setdiff1d(draw.choice(experts, WRONG, replace=False), chosen)
-    both = np.concatenate([named, wrong]).astype(np.int32)
-    chances = np.concatenate([np.full(len(named), 0.9), np.full(len(wrong), 0.3)]).astype(np.float32)
-    return ExpertHint(step, max(layer - 1, 0), layer, 0, both, chances, window_ns)
-
-
-def run(experts: Any, choices: Choices, recall: float, wait: Callable[[], None], device: torch.device, args: Any) -> Any:
-    """(ms of each step after WARM, what became of the experts needed)."""
-    hidden, number = args.spec.hidden_size, args.spec.num_experts
-    x = torch.randn(args.batch, hidden, device=device, dtype=args.dtype)
-    out, draw = torch.empty_like(x), np.random.default_rng(2)
-    spent, found, pace = [], np.zeros(len(Verified._fields), dtype=np.int64), 10**6
-    for step, layers in enumerate(choices):
-        began = perf_counter()
-        for layer, ids in enumerate(layers):
-            layer_began = perf_counter()
-            wait()
-            if recall and layer + 1 < len(layers):
-                experts.hint(hint_of(step, layer + 1, layers[layer + 1], recall, pace, draw, number))
-            _, verified = experts.forward(call_of(step, layer, ids, x), out)
-            if step >= WARM:
-                found += verified
-            pace = int(0.9 * pace + 0.1 * 1e9 * (perf_counter() - layer_began))
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if step >= WARM:
-            spent.append(1e3 * (perf_counter() - began))
-    return spent, Verified(*found.tolist())
+WARM = 16
 
 
 def attention(us: int, device: torch.device) -> Callable[[], None]:
-    """A kernel that takes so long, and the synchronisation behind it."""
+    """A kernel that takes so long."""
     if device.type != "cuda":
         return lambda: None
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    torch.cuda._sleep(10**7)  # type: ignore[no-untyped-call]
-    end.record()
-    end.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(2):
+        begin.record()
+        torch.cuda._sleep(10**7)  # type: ignore[no-untyped-call]
+        end.record()
+        end.synchronize()
     cycles = int(us * 1e-3 * 10**7 / begin.elapsed_time(end))
-
-    def wait() -> None:
-        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-        torch.cuda.current_stream().synchronize()
-
-    return wait
+    return lambda: torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
-def same_for_all(blob: torch.Tensor) -> Callable[..., None]:
-    def fill(host: Host, *_: Any) -> None:
-        host.blobs.copy_(blob)
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second of one large copy from pinned memory."""
+    if device.type != "cuda":
+        return float("inf")
+    host, there = torch.empty(2**28, dtype=torch.uint8, pin_memory=True), torch.empty(2**28, dtype=torch.uint8, device=device)
+    best = 0.0
+    for _ in range(4):
+        torch.cuda.synchronize()
+        began = perf_counter()
+        there.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        best = max(best, host.numel() / (perf_counter() - began))
+    return best
 
-    return fill
+
+class Steps:
+    """A step of `experts`, recorded where there is a GPU."""
+
+    def __init__(self, experts: Any, drawn: Drawn, wait: Callable[[], None], device: torch.device, dtype: torch.dtype) -> None:
+        self.experts, self.drawn, self.cuda = experts, drawn, device.type == "cuda"
+        rows = drawn.logits.shape[1]
+        x = torch.randn(rows, experts.spec.hidden_size, generator=torch.Generator().manual_seed(4)).to(device, dtype)
+        idle = torch.zeros(rows, 1, dtype=torch.bool, device=device)
+        self.out = torch.zeros(len(experts.layers), *x.shape, dtype=dtype, device=device)
+
+        def step() -> None:
+            experts.begin(idle)
+            for place, layer in enumerate(experts.spec.moe_layers):
+                wait()
+                self.out[place].copy_(experts.route(layer, x, x))
+            experts.settle(idle)
+
+        self._replay = self._recorded(step) if self.cuda else step
+
+    @staticmethod
+    def _recorded(step: Callable[[], None]) -> Callable[[], None]:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        return graph.replay
+
+    @torch.inference_mode()
+    def run(self, count: int, recall: float) -> tuple[list[float], list[Tensor]]:
+        """(ms of each step after WARM, outputs of the last)."""
+        spent = []
+        for number in range(count + WARM):
+            self.drawn.load(number, recall)
+            if self.cuda:
+                torch.cuda.synchronize()
+            began = perf_counter()
+            self._replay()
+            if self.cuda:
+                torch.cuda.synchronize()
+            spent.append(1e3 * (perf_counter() - began))
+            if number == WARM - 1 and isinstance(self.experts, FewSlots):
+                self.experts.state.counters.zero_()
+        return spent[WARM:], self.out.clone()
+
+
+def one(args: argparse.Namespace, kind: Any, batch: int, link: float, wait: Callable[[], None], rows: list[Row]) -> None:
+    """All cases of a format and a batch."""
+    spec, device, dtype = args.spec, args.device, args.dtype
+    drawn = Drawn(routing(args.steps + WARM, args.layers, spec.num_experts, spec.top_k, batch), spec.num_experts, device, dtype)
+    format, blobs = args.blobs[kind]
+    place = {"device": device, "dtype": dtype, "max_rows": batch}
+    label = f"{kind}, batch {batch}, {args.layers} layers, attention {args.attention_us} us"
+
+    def case(name: str, steps: Steps, recall: float) -> Tensor:
+        spent, out = steps.run(args.steps, recall)
+        step, tail = median(spent), sorted(spent)[int(0.99 * (len(spent) - 1))]
+        base = args.base = step if name == "all resident" else args.base
+        text = f"{label}, {name}"
+        line = f"{kind} b{batch} {name:32} {step:7.2f} ms (p99 {tail:6.2f}) {step / base:5.2f}x"
+        rows.extend(
+            (Row("expert_offload", text, "step p50", step, "ms"), Row("expert_offload", text, "x resident", step / base, ""))
+        )
+        if isinstance(steps.experts, FewSlots):
+            found = dict(zip(COUNTERS, steps.experts.state.counters.tolist(), strict=True))
+            needed = sum(found[what] for what in ("hits", "late", "misses", "resident")) or 1
+            there = (found["hits"] + found["resident"]) / needed
+            late = 0 if isinstance(steps.experts, OnDemand) else found["late"] + found["misses"]
+            busy = steps.experts.expert_bytes * (found["brought"] + late) / args.steps / link
+            line += f"  there {there:6.1%} late {found['late'] / needed:5.1%} miss {found['misses'] / needed:5.1%}"
+            line += f"  brought {found['brought'] / args.steps:5.1f}/step  looks {found['waits'] / args.steps:5.0f}"
+            line += f"  link {busy / step * 1e3:4.0%}"
+            rows.append(Row("expert_offload", text, "in slots", 100 * there, "%"))
+        print(line, flush=True)
+        return out
+
+    expected = case("all resident", Steps(all_resident(spec, format, blobs, drawn, **place), drawn, wait, device, dtype), 0.0)
+    for share in args.slots:
+        for how, recalls in ((OnDemand, [0]), (FewSlots, args.recall)):
+            if how is OnDemand and batch > 1:
+                continue
+            experts = few_slots(spec, format, blobs, drawn, share, how, 8 if how is OnDemand else args.copies, **place)
+            steps = Steps(experts, drawn, wait, device, dtype)
+            for recall in recalls:
+                name = "on demand" if how is OnDemand else f"recall {recall}%" if recall else "no hints"
+                if not torch.equal(case(f"{share}% slots, {name}", steps, recall / 100), expected):
+                    raise SystemExit("the output is not that of resident experts")
+            del experts, steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--sizes", default="", help="more of the synthetic model's numbers, for a try on a CPU")
-    parser.add_argument("--experts", default="int4", choices=("bfloat16", "int8", "int4"))
+    parser.add_argument("--experts", nargs="+", default=["int4"], choices=("float32", "bfloat16", "int8", "int4"))
     parser.add_argument("--slots", type=int, nargs="+", default=[25, 50, 75], metavar="PERCENT")
-    parser.add_argument("--recall", type=int, nargs="+", default=[0, 80, 95, 100], metavar="PERCENT")
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--recall", type=int, nargs="+", default=[0, 80, 90, 95, 100], metavar="PERCENT")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--copies", type=int, default=2, help="most experts brought per layer (%(default)s)")
     parser.add_argument("--attention-us", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--record", action="store_true", help="add rows to results.csv")
     args = parser.parse_args()
-    device = torch.device(args.device)
-    args.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    args.spec, checkpoint = open_model(f"synthetic:qwen3-30b-a3b,layers={args.layers}{args.sizes}", allow_synthetic=True)
-    spec, rows = args.spec, []
-    format = packed_format(spec, args.experts, args.dtype, device)
-    w13 = torch.randn(2 * spec.expert_width, spec.hidden_size) * spec.hidden_size**-0.5
-    blob = pack(w13, torch.randn(spec.hidden_size, spec.expert_width) * spec.expert_width**-0.5, format)
-    held, wait = tuple(range(spec.num_experts)), attention(args.attention_us, device)
-    choices = routing(args.steps + WARM, args.layers, spec.num_experts, spec.top_k, args.batch)
-    place = {"device": device, "dtype": args.dtype}
-
-    def case(name: str, experts: Any, recall: float, base: float | None) -> float:
-        spent, found = run(experts, choices, recall, wait, device, args)
-        step, needed = median(spent), sum(found[:4]) or 1
-        shares = "  ".join(f"{what} {count / needed:6.1%}" for what, count in zip(Verified._fields, found[:4], strict=False))
-        print(
-            f"{name:28} {step:8.2f} ms {step / (base or step):6.2f}x   {shares}   {found.copied_bytes / 1e9:6.2f} GB",
-            flush=True,
-        )
-        label = f"{args.experts}, batch {args.batch}, {args.layers} layers, attention {args.attention_us} us, {name}"
-        rows.append(Row("expert_offload", label, "step p50", step, "ms"))
-        return step
-
-    with mock.patch("expert_worker.packed.pack", return_value=blob.to(device)):
-        whole = PackedExperts(spec, checkpoint, held, format, max_rows=args.batch, **place)
-    base = case("all resident", whole, 0.0, None)
-    del whole
-    with mock.patch("expert_worker.experts.fill", same_for_all(blob)):
-        for share in args.slots:
-            storage = Storage(len(held) * args.layers * share // 100, format, max_rows=args.batch)
-            few = SlottedExperts(spec, checkpoint, dict.fromkeys(spec.moe_layers, held), storage, **place)
-            for recall in args.recall:
-                case(f"{share}% slots, " + (f"recall {recall}%" if recall else "on demand"), few, recall / 100, base)
-            assert few.residency is not None
-            few.residency.close()
+    args.device = torch.device(args.device)
+    args.dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
+    args.spec, _ = open_model(f"synthetic:qwen3-30b-a3b,layers={args.layers}{args.sizes}", allow_synthetic=True)
+    args.blobs = {kind: blobs_of(args.spec, kind, args.dtype, args.device) for kind in args.experts}
+    link, wait, rows = bandwidth(args.device), attention(args.attention_us, args.device), list[Row]()
+    print(f"pinned memory to the device: {link / 1e9:.1f} GB/s")
+    for kind in args.experts:
+        for batch in args.batch:
+            one(args, kind, batch, link, wait, rows)
     if args.record:
         append(rows)
 

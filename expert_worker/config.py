@@ -63,10 +63,12 @@ class ExpertConfig(ServiceConfig):
     )
     miss: str = setting(
         "wait",
-        """How a GPU's worker evaluates an expert that is in no slot. wait: once its copy has come, so that answers repeat bit
-        for bit. cpu: on the CPU, from host memory. auto: whichever ends sooner by measured times. The weights are the same, but
-        sums are formed in another order, so near-ties of the last two may fall either way. Without effect on CPUs.""",
-        choices=("wait", "cpu", "auto"),
+        """How a GPU's worker evaluates an expert that is in no slot. in-place: kernels read it from pinned host memory, at
+        about the speed of a copy, and which experts come into slots is decided and done by the GPU. wait: the host copies it
+        first. cpu: on the CPU, from host memory. auto: wait or cpu, whichever ends sooner by measured times. Answers of
+        in-place and wait repeat bit for bit; cpu forms sums in another order, so near-ties may fall either way. Without effect
+        on CPUs.""",
+        choices=("in-place", "wait", "cpu", "auto"),
     )
     cache_dir: str = setting(
         "~/.cache/forefetch",

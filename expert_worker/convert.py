@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from expert_worker.host import Host
@@ -48,6 +49,7 @@ class Shard:
     spec: ModelSpec
     checkpoint: Checkpoint
     members: Members
+    device: str | torch.device = "cpu"  # where they are packed
 
     def only(self, number: int) -> Shard:
         """One of its experts."""
@@ -56,7 +58,7 @@ class Shard:
     def packed(self, host: Host) -> Iterator[Tensor]:
         """Each expert's blob in the host's format, straight from the checkpoint."""
         for layer, expert in self.members:
-            yield pack(*load_expert(self.checkpoint, self.spec, layer, expert), host.format)
+            yield pack(*load_expert(self.checkpoint, self.spec, layer, expert, self.device), host.format)
 
     def header(self, host: Host) -> dict[str, Any]:
         """What a cached file of it must say of itself."""

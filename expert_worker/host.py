@@ -19,13 +19,28 @@ class Host:
 
     shelf: Shelf | None = None
 
-    def __init__(self, experts: int, hidden: int, width: int, format: ExpertFormat, *, pinned: bool) -> None:
-        """Allocates, and does not fill. ConfigError when the memory is not there or cannot be pinned."""
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        width: int,
+        format: ExpertFormat,
+        *,
+        pinned: bool,
+        allocate: Callable[[int, int], Tensor] | None = None,
+    ) -> None:
+        """Allocates, and does not fill. allocate(experts, stride): where the blobs are to lie in particular.
+
+        ConfigError when the memory is not there or cannot be pinned.
+        """
         self.format, self.hidden, self.width = format, hidden, width
         self.stride = blob_bytes(hidden, width, format)
         need = f"{experts} experts of {self.stride} bytes take {experts * self.stride / 2**30:.1f} GiB of host memory"
         try:
-            self.blobs = torch.empty(experts, self.stride, dtype=torch.uint8, pin_memory=pinned)
+            if allocate is None:
+                self.blobs = torch.empty(experts, self.stride, dtype=torch.uint8, pin_memory=pinned)
+            else:
+                self.blobs = allocate(experts, self.stride)
         except RuntimeError as error:
             raise ConfigError(f"--experts: {need}{', which must be pinned' if pinned else ''}: {_first_line(error)}") from None
         if pinned and not self.blobs.is_pinned():

@@ -93,6 +93,7 @@ class Loader:
 
     def _on_gpu(self, held: Shard, storage: Storage, how: dict[str, Any]) -> Evaluator:
         """Experts packed in the GPU's memory: all of them, or in slots."""
+        from expert_worker.in_place import InPlaceExperts
         from expert_worker.packed import PackedExperts, packed_format
         from expert_worker.packed_placed import PlacedPackedExperts
         from expert_worker.packed_slots import SlottedExperts
@@ -103,10 +104,15 @@ class Loader:
         if storage.places and storage.slots == storage.places:
             sizes: dict[str, Any] = {"device": self._device, "dtype": self._dtype, "max_rows": config.max_rows}
             return PlacedPackedExperts(spec, checkpoint, storage.places, format, **sizes)
-        if storage.slots == sum(map(len, held.values())) and not storage.places:
-            if len(set(held.values())) > 1:  # a placement with another set in every layer
-                return Experts(spec, checkpoint, held, storage, **how)
-            return PackedExperts(spec, checkpoint, held[spec.moe_layers[0]], format, max_rows=config.max_rows, **how)
+        alike = len(set(held.values())) == 1  # else a placement with another set in every layer
+        if not storage.places and alike:
+            packed = (spec, checkpoint, held[spec.moe_layers[0]], format)
+            if storage.slots == sum(map(len, held.values())):
+                return PackedExperts(*packed, max_rows=config.max_rows, **how)
+            if config.miss == "in-place":
+                return InPlaceExperts(*packed, slots=storage.slots, cache=storage.cache, max_rows=config.max_rows, **how)
+        if not storage.places and storage.slots == sum(map(len, held.values())):
+            return Experts(spec, checkpoint, held, storage, **how)
         return SlottedExperts(spec, checkpoint, held, replace(storage, format=format), **how)
 
 

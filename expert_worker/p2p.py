@@ -33,7 +33,7 @@ def kind_of(core: Core) -> Literal["", "host", "cuda"]:
     """The lanes that a worker can have; on a GPU only if all its experts are in its memory."""
     if not core.info.shm_domain:
         return ""
-    if isinstance(core.experts, PackedExperts):
+    if isinstance(core.experts, PackedExperts) and not core.experts.moves:
         return "cuda" if core.info.device.startswith("cuda") and memory.available() else ""
     return "host" if core.info.device == "cpu" else ""
 

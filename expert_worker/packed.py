@@ -37,11 +37,18 @@ def packed_format(spec: ModelSpec, kind: Kind, dtype: torch.dtype, device: torch
     return ExpertFormat(kind, order="fragment" if fragment else "natural")
 
 
+Ahead = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor] | None]
+"""(layer, ids [T, K], weights [T, K]) -> experts and probabilities [D, T, M] of the next D <= 2 MoE layers, or None."""
+
+
 class PackedExperts:
     """Experts `held` of every MoE layer on `device`, for up to `max_rows` rows of `dtype`. Not for concurrent use.
 
     Letters: L MoE layers, E experts of the model, T rows, H hidden, K top-k.
     """
+
+    moves = False  # whether experts come and go
+    ahead: Ahead | None = None  # heads, run beside `route` where experts move
 
     def __init__(
         self,
@@ -59,15 +66,8 @@ class PackedExperts:
         self.spec, self.held, self.format = spec, tuple(held), format
         self.layers = {layer: place for place, layer in enumerate(spec.moe_layers)}
         self.expert_bytes = blob_bytes(spec.hidden_size, spec.expert_width, format)
-        total = len(self.layers) * len(held)
-        self._pool = torch.empty(total, self.expert_bytes, dtype=torch.uint8, device=device)
-        slot_of = torch.full((len(self.layers), spec.num_experts), -1, dtype=torch.int32)
-        slot_of[:, list(held)] = torch.arange(total, dtype=torch.int32).view(len(self.layers), -1)
-        self._slot_of = slot_of.to(device)
-        for number in range(total):
-            layer, expert = spec.moe_layers[number // len(held)], held[number % len(held)]
-            self._pool[number] = pack(*load_expert(checkpoint, spec, layer, expert, device), format)
-            on_progress(number + 1, total)
+        self._device = device
+        self._hold(checkpoint, on_progress)
         shape = (max_rows, spec.top_k, spec.num_experts, spec.hidden_size, spec.expert_width)
         self._scratch = MoeScratch(*shape, format, device=device, dtype=dtype)
         self._out = torch.empty(max_rows, spec.hidden_size, dtype=dtype, device=device)
@@ -76,6 +76,19 @@ class PackedExperts:
         self._chosen = torch.full((len(self.layers), max_rows, spec.top_k), -1, dtype=torch.int32, device=device)
         self.lock = torch.zeros(1, dtype=torch.int32, device=device)  # held by whoever computes while there are lanes
         self.lanes = 0  # p2p lanes that share the device with `forward`
+
+    def _hold(self, checkpoint: Checkpoint, on_progress: Callable[[int, int], None]) -> None:
+        """Each expert, packed, into a slot of its own."""
+        spec, held = self.spec, self.held
+        total = len(self.layers) * len(held)
+        self._pool = torch.empty(total, self.expert_bytes, dtype=torch.uint8, device=self._device)
+        slot_of = torch.full((len(self.layers), spec.num_experts), -1, dtype=torch.int32)
+        slot_of[:, list(held)] = torch.arange(total, dtype=torch.int32).view(len(self.layers), -1)
+        self._slot_of = slot_of.to(self._device)
+        for number in range(total):
+            layer, expert = spec.moe_layers[number // len(held)], held[number % len(held)]
+            self._pool[number] = pack(*load_expert(checkpoint, spec, layer, expert, self._device), self.format)
+            on_progress(number + 1, total)
 
     @property
     def copied(self) -> Copied:
@@ -86,6 +99,15 @@ class PackedExperts:
     def fault(self) -> Tensor:
         """int32 [1] on the device: not 0 when a call since the last `check` went wrong."""
         return self._scratch.fault
+
+    @property
+    def counters(self) -> Tensor:
+        """int64: how experts were found and moved. All are resident: there is nothing to count."""
+        return self._load[0, :0]
+
+    def verified(self, counters: Tensor) -> Verified:
+        """What of `counters`, on the host, is new."""
+        return Verified()
 
     def check(self) -> None:
         """RuntimeError when a call since the last check went wrong on the device. Waits for it."""
@@ -123,6 +145,9 @@ class PackedExperts:
         moe_from_logits(x, logits, *rule, self._pool, self._slot_of[place], out, scratch)
         return out
 
+    def begin(self, idle: Tensor) -> None:
+        """A step of whole layers begins. Nothing is to be done: what idle rows choose is here too."""
+
     def settle(self, idle: Tensor) -> None:
         """Counts the pairs of the step whose layers `route` evaluated; idle [T, 1] marks rows that are padding."""
         chosen = self._chosen[:, : len(idle)].masked_fill(idle, -1).flatten(1).long() % self._load.shape[1]
@@ -149,9 +174,8 @@ class PackedExperts:
         if call.layer not in self.layers:
             raise BadRequest("layer", f"layer {call.layer} has no routed experts")
         ids, weights = dense(call, self.held, self.spec.top_k)
-        device = self._pool.device
         with self.alone():
-            rows = self.run(call.layer, call.x.to(device), ids.to(device), weights.to(device))
+            rows = self.run(call.layer, *(part.to(self._device) for part in (call.x, ids, weights)))
         out.copy_(rows)
         return 0, Verified(resident=len(np.unique(call.pair_expert.numpy())))
 

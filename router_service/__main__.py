@@ -73,7 +73,7 @@ async def serve(config: RouterConfig) -> None:
     try:
         with _followed(config, dispatch.workers):
             await asyncio.to_thread(dispatch.workers.wait_complete, config.start_timeout_s)
-            parts.trunk = await asyncio.to_thread(models.model, trunk, parts.buffers, dispatch.workers, config)
+            parts.trunk = await asyncio.to_thread(models.model, trunk, parts.buffers, dispatch.workers, config, hints)
             engine.start()
             await server.run()
             await asyncio.to_thread(engine.stop)

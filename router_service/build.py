@@ -286,6 +286,7 @@ def _connector(
             device=str(placement.device),
             dtype=str(placement.dtype).removeprefix("torch."),
             slots=config.slots,
+            miss=config.miss,
             experts=config.experts,
             max_rows=config.max_step_tokens + max(config.buckets(placement.device.type), default=0),  # padding of both kinds
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 from forefetch.kernels.clock import stamp
 from forefetch.telemetry.ring import StepStamps
 from router_service.batch import StepBatch
-from router_service.decoder import PARTS, Decoder, Resident
+from router_service.decoder import PARTS, Decoder, Resident, See
 from router_service.layouts import LayoutBuffers
 from router_service.trunk import Experts, Observer, Trunk
 
@@ -72,6 +72,15 @@ class CapturedTrunk:
         self._clock = LayerClock(trunk.spec.layers, trunk.embedding.device)
         self._ran = [Ran(), Ran()]  # by the last bit of a step's number: one may be launched before the other is timed
 
+    @property
+    def see(self) -> See:
+        """What is shown each layer's residual at its gate; to be set before `warm_up`."""
+        return self._decoder.see
+
+    @see.setter
+    def see(self, see: See) -> None:
+        self._decoder.see = see
+
     def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Records every layout, the largest first, so that smaller ones fit the memory that it took."""
         layouts = list(self._buffers.layouts())
@@ -101,6 +110,7 @@ class CapturedTrunk:
         if marked:
             ran.times = _to_host(self._clock.times)
             ran.fault = _to_host(self._decoder.experts.fault)
+            ran.found = _to_host(self._decoder.experts.counters)
         return logits[0][: batch.tokens] if batch.picks is None else logits[0][batch.picks]
 
     def fits(self, batch: StepBatch, observer: Observer | None) -> bool:
@@ -115,16 +125,19 @@ class CapturedTrunk:
             return self.trunk.timed(step, stamps, began_ns, forwarded_ns, ended_ns)
         if ran.fault is not None and ran.fault.any():
             self._decoder.experts.check()
+        if ran.found is not None:
+            stamps.verified(self.trunk.spec.moe_layers[0], 0, *self._decoder.experts.verified(ran.found))
         return self._clock.tell(stamps, began_ns, ended_ns, ran.times)
 
 
 @dataclass
 class Ran:
-    """What a step was. Of a marked one, on the host once its tokens are: the clock's points, and `Resident.fault`."""
+    """What a step was. Of a marked one, on the host once its tokens are: the clock's points, `fault` and `counters`."""
 
     replayed: bool = False
     times: Tensor | None = None
     fault: Tensor | None = None
+    found: Tensor | None = None
 
 
 def _to_host(values: Tensor) -> Tensor:

@@ -65,6 +65,12 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
         """Device slots of the local worker: a share of its experts, or a count. Ignored when --workers names
         addresses.""",
     )
+    miss: str = setting(
+        "wait",
+        """How the local worker on a GPU evaluates an expert that is in no slot, see the worker's --miss. With in-place, steps
+        with fewer slots than experts are recorded as those with all are, and heads with them.""",
+        choices=("in-place", "wait", "cpu", "auto"),
+    )
     experts: str = setting(
         "stored",
         """How experts' weights are kept: stored as in the checkpoint, int8 or int4, which round them and are named in every

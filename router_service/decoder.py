@@ -16,6 +16,7 @@ from torch.nn.functional import linear, rms_norm
 
 from forefetch.kernels.norm import add_rms_norm
 from forefetch.kernels.qkv import HeadNorms
+from forefetch.wire import Verified
 from router_service.batch import StepBatch
 from router_service.layers import Layer
 from router_service.trunk import Trunk, project
@@ -30,6 +31,9 @@ class Resident(Protocol):
     def route(self, layer: int, x: Tensor, logits: Tensor) -> Tensor:
         """x [T, H], gate logits [T, E] -> [T, H], the model's choice included. Valid until the next call."""
 
+    def begin(self, idle: Tensor) -> None:
+        """The layers of a step follow; idle rows [T, 1] are padding, whatever becomes of them."""
+
     def settle(self, idle: Tensor) -> None:
         """All layers of a step were routed: takes its pairs into account, but for idle rows [T, 1]."""
 
@@ -37,12 +41,21 @@ class Resident(Protocol):
     def fault(self) -> Tensor:
         """int32 [1] on the device: not 0 when something went wrong since the last `check`."""
 
+    @property
+    def counters(self) -> Tensor:
+        """int64 on the device: how experts were found and moved since they were loaded."""
+
+    def verified(self, counters: Tensor) -> Verified:
+        """What of `counters`, on the host, is new since this was asked last."""
+
     def check(self) -> None:
         """RuntimeError when something went wrong on the device since the last check; waits for the device."""
 
 
 # mark(layer, part): a point in time of the device; parts as in PARTS.
 Mark = Callable[[int, int], None]
+See = Callable[[int, Tensor], None]
+"""(layer, the residual [T, H] at its gate): for heads that look ahead inside the step."""
 PARTS = ("start", "attention", "gate", "experts", "end")
 
 
@@ -51,6 +64,7 @@ class Decoder:
 
     def __init__(self, trunk: Trunk, experts: Resident) -> None:
         self.trunk, self.spec, self.experts = trunk, trunk.spec, experts
+        self.see: See = lambda layer, x: None
         head_norm = trunk.spec.qk_norm == "head"
         self._head_norms = [_head_norms(layer, trunk.spec.rms_eps) if head_norm else None for layer in trunk.layers]
 
@@ -61,6 +75,8 @@ class Decoder:
         assert batch.paged is not None
         attention = self.trunk.cache.step(batch, trunk.dtype, spec.attention_scale)
         cos, sin = trunk.rope.tables(batch.positions, trunk.dtype)
+        idle = batch.slots[:, None] < trunk.cache.page_size  # padding is written to the scratch page, page 0
+        self.experts.begin(idle)
         x = trunk.embedding[batch.token_ids]
         if spec.embedding_multiplier != 1.0:
             x = x * spec.embedding_multiplier
@@ -73,10 +89,11 @@ class Decoder:
             y = project(y.flatten(1), layer.o, layer.o_bias)
             x, h = add_rms_norm(x, y, layer.post_norm, spec.rms_eps, spec.residual_multiplier)
             mark(index, 1)
+            self.see(index, x)
             y = self._mlp(index, layer, h, mark)
             x, h = add_rms_norm(x, y, following[index], spec.rms_eps, spec.residual_multiplier)
             mark(index, 4)
-        self.experts.settle(batch.slots[:, None] < trunk.cache.page_size)  # padding is written to the scratch page, page 0
+        self.experts.settle(idle)
         logits = linear(h if batch.chunked is None else h[batch.logit_rows], trunk.head)
         return logits.float() / spec.logits_divisor if spec.logits_divisor != 1.0 else logits
 

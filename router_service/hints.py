@@ -87,6 +87,7 @@ class Hints:
         self.setting, self.trained = setting, trained
         self._trial = Trial((OFF, PLAIN, ATTENTION)) if setting == "auto" else None
         self.sent = self.failures = 0
+        self._recorded = False
         self._heads, self._dispatch, self._workers, self._clock = heads, dispatch, dispatch.workers, clock
         spec = dispatch.workers.spec
         self._experts = spec.num_experts
@@ -96,9 +97,16 @@ class Hints:
         self._waiting: SimpleQueue[_Answer | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    def record(self) -> Heads:
+        """The heads, for recorded steps: from now on those run them, and no hints are sent."""
+        self._recorded = True
+        return self._heads
+
     @property
     def mode(self) -> str:
         """How heads run in the next step that only decodes. Where nobody ever copies an expert there is nothing to gain."""
+        if self._recorded:
+            return PLAIN
         if self._failed_in_a_row >= MOST_FAILURES:
             return OFF
         if self._trial is None:
@@ -113,7 +121,7 @@ class Hints:
     def begin(self, batch: StepBatch, stamps: StepStamps) -> Hints | None:
         """A step starts: its observer, or None when heads do not run."""
         self._mode, self._decodes = self.mode, not batch.prefills
-        if self._mode == OFF:
+        if self._mode == OFF or self._recorded:
             self._now = None
             return None
         self._dispatch.chosen = self._dispatch.chosen[:0]

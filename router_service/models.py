@@ -11,8 +11,10 @@ from forefetch.kernels.gate import choose
 from forefetch.p2p.host import HostLanes
 from forefetch.p2p.lane import LaneShape
 from router_service.batch import StepBuffers
+from router_service.beside import RecordedHeads
 from router_service.captured import CapturedTrunk
 from router_service.config import RouterConfig
+from router_service.hints import Hints
 from router_service.layouts import LayoutBuffers
 from router_service.p2p import Attached, LaneTrunk, Opener
 from router_service.p2p_decoder import LaneExperts, step_shape
@@ -25,10 +27,10 @@ LANE_OPENS_S = 120.0
 """How long opening a p2p lane may take: the worker records its side of every step meanwhile."""
 
 
-def model(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterConfig) -> Model:
+def model(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterConfig, hints: Hints | None) -> Model:
     """The trunk, its decode steps by the fastest way there is for its device."""
     if not trunk.embedding.is_cpu or isinstance(buffers, LayoutBuffers):
-        return captured(trunk, buffers, workers, config)
+        return captured(trunk, buffers, workers, config, hints)
     if not kernels.available():
         log.warning("Numba is not installed: steps take several times as long as they could (pip install 'forefetch[cpu]')")
         return trunk
@@ -42,14 +44,18 @@ def model(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterCo
     return fast
 
 
-def captured(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterConfig) -> Model:
-    """The trunk, its decode steps recorded if they can be: experts in this process, all on the trunk's GPU, or behind lanes."""
+def captured(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterConfig, hints: Hints | None) -> Model:
+    """The trunk, its decode steps recorded if they can be: experts in this process, on the trunk's GPU or moved there by
+    themselves, or behind lanes. Where experts move, heads are recorded with the step, and hints are of no use."""
     if config.link == "p2p" and isinstance(buffers, LayoutBuffers):
         return laned(trunk, buffers, workers, config)
     experts = expert.resident_of(workers.rows[0].link) if len(workers.rows) == 1 else None
     if experts is None or not isinstance(buffers, LayoutBuffers):
         return trunk
     recorded = CapturedTrunk(trunk, experts, buffers)
+    if hints is not None and experts.moves:
+        heads = RecordedHeads(hints.record())
+        experts.ahead, recorded.see = heads, heads.see
     with rpc.loading("decode steps") as on_progress:
         recorded.warm_up(on_progress)
     return recorded

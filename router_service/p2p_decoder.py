@@ -19,6 +19,7 @@ from forefetch.kernels.attention import PagedPlan
 from forefetch.kernels.norm import add_rms_norm
 from forefetch.p2p.lane import Step
 from forefetch.spec import ModelSpec
+from forefetch.wire import Verified
 from router_service.batch import StepBatch
 from router_service.decoder import Decoder, Mark
 from router_service.layers import Layer
@@ -80,6 +81,15 @@ class LaneExperts:
     def fault(self) -> Tensor:
         """int32 [1], always 0: `LaneTrunk` confirms every step."""
         return self._fault
+
+    @property
+    def counters(self) -> Tensor:
+        """Workers count."""
+        return self._fault[:0]
+
+    def verified(self, counters: Tensor) -> Verified:
+        """Workers tell."""
+        return Verified()
 
     def check(self) -> None:
         """Nothing to find."""

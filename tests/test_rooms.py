@@ -85,6 +85,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
             "packed_placed",
             "compiled",
             "whole",
+            "in_place",
+            "beside",
             "lookahead",
             "hints",
             "sealed",

@@ -13,6 +13,7 @@ from trunk_rig import PAGE, Rig, close
 from forefetch.kernels.gate import choose
 from forefetch.spec import ModelSpec
 from forefetch.weights import Checkpoint, load_expert
+from forefetch.wire import Verified
 from router_service.captured import CapturedTrunk, Recorder, Replay
 from router_service.layouts import LayoutBuffers
 
@@ -32,8 +33,18 @@ class PlainResident:
     def route(self, layer: int, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return self.run(layer, x, *choose(logits, self._spec.top_k, self._spec.gate_rule, self._spec.renormalise))
 
+    @property
+    def counters(self) -> torch.Tensor:
+        return self.fault[:0]
+
+    def verified(self, counters: torch.Tensor) -> Verified:
+        return Verified()
+
     def check(self) -> None:
         """Nothing goes wrong here."""
+
+    def begin(self, idle: torch.Tensor) -> None:
+        """Nobody asks which rows are padding."""
 
     def settle(self, idle: torch.Tensor) -> None:
         """Nobody asks for the load."""

@@ -1,0 +1,216 @@
+"""Packed experts with fewer slots than experts on a GPU, where the host takes no part in a layer.
+
+All experts wait in pinned host memory, which the GPU reads at the same addresses; those in slots are read there, the others in
+place, by the same kernels through the same table. What comes into slots and who gives way is decided and copied by the device
+(`kernels/residency`), on a stream beside the layers, also inside a recorded step. So nothing ever waits for the host, an answer
+is the same bits wherever an expert lies, and a hint only says what to copy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expert_worker.convert import Shard, fill
+from expert_worker.host import Host
+from expert_worker.packed import PackedExperts, dense
+from expert_worker.residency import Copied
+from forefetch.errors import BadRequest
+from forefetch.hints import ExpertHint
+from forefetch.kernels import residency
+from forefetch.kernels.grouped_mlp.moe import moe
+from forefetch.kernels.residency.state import COUNTERS, Residents, aligned
+from forefetch.weights import Checkpoint
+from forefetch.wire import LayerCall, Verified
+
+COPIES, HEADS, PICKS = range(3)  # streams beside the layers
+
+
+class InPlaceExperts(PackedExperts):
+    """`PackedExperts` with `slots` slots. Not for concurrent use, but for `hint`."""
+
+    moves = True
+
+    def __init__(self, *args: Any, slots: int, cache: Path | None = None, most_copies: int = 2, **place: Any) -> None:
+        """slots: at least a layer's top-k. cache: where converted experts are kept on disk. most_copies: per layer."""
+        self._slots, self._cache, self._most_copies = slots, cache, most_copies
+        super().__init__(*args, **place)
+        cuda = self._device.type == "cuda"
+        self._streams = [torch.cuda.Stream(self._device) for _ in range(3)] if cuda else []  # type: ignore[no-untyped-call]
+        self._weights = torch.zeros(self._chosen.shape, dtype=torch.float32, device=self._device)
+        self._forked: set[Any] = set()
+        self._idle: Tensor | None = None
+        self._hinted_calls = 0  # calls until hints count as having stopped
+        self._launching = threading.Lock()  # hints come from a thread of their own
+        self._kept: list[object] = []  # what the other streams of a step still read
+        self._told = np.zeros(len(COUNTERS), dtype=np.int64)
+
+    def _hold(self, checkpoint: Checkpoint, on_progress: Callable[[int, int], None]) -> None:
+        spec, cuda = self.spec, self._device.type == "cuda"
+        members = [(layer, expert) for layer in spec.moe_layers for expert in self.held]
+        self._memory = torch.empty(self._slots, self.expert_bytes, dtype=torch.uint8, device=self._device)
+        host = Host(
+            len(members),
+            spec.hidden_size,
+            spec.expert_width,
+            self.format,
+            pinned=cuda,
+            allocate=lambda experts, stride: aligned(experts, stride, self._memory),
+        )
+        fill(host, Shard(spec, checkpoint, members, self._device), self._cache, on_progress)
+        numbers = torch.tensor([self.layers[layer] * spec.num_experts + expert for layer, expert in members])
+        self.state = Residents(self._memory, host.blobs, numbers, len(self.layers), spec.num_experts, self._most_copies)
+        self.state.occupy()
+
+    @property
+    def copied(self) -> Copied:
+        """Totals. Waits for the device."""
+        return Copied(bytes=int(self.state.counters[COUNTERS.index("brought")]) * self.expert_bytes)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights in slots and in host memory."""
+        return self._memory.numel() + self.state.host.numel()
+
+    # ---- layers ----
+
+    def run(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [T, H], ids, weights [T, K] -> [T, H]; pairs with id -1 count nothing. Valid until the next call."""
+        out = self._evaluated(layer, x, ids, weights)
+        self._join()  # a recorded step may come next, which moves experts too
+        return out
+
+    def _evaluated(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        place, out = self.layers[layer], self._out[: len(x)]
+        residency.enter(self.state, place, ids)
+        self._move(place, None)
+        moe(x, ids, weights, self.state.base, self.state.rows, out, self._scratch)
+        chosen = ids.flatten().long() % self._load.shape[1]
+        self._load[place].scatter_add_(0, chosen, torch.ones_like(chosen))
+        return out
+
+    def route(self, layer: int, x: Tensor, logits: Tensor) -> Tensor:
+        """x [T, H], gate logits [T, E] -> [T, H], the choice included. Valid until the next call. `settle` ends the step."""
+        place, rows = self.layers[layer], len(x)
+        ids, weights, out = self._chosen[place, :rows], self._weights[place, :rows], self._out[:rows]
+        rule = self.spec.gate_rule, self.spec.renormalise
+        residency.choose_and_enter(self.state, place, logits, ids, weights, *rule, self._idle)
+        self._move(place, (ids, weights))
+        moe(x, ids, weights, self.state.base, self.state.rows, out, self._scratch)
+        return out
+
+    def begin(self, idle: Tensor) -> None:
+        """A step of whole layers begins; idle [T, 1]: rows that are padding, which need no experts."""
+        self._idle = idle.flatten()
+        self._forked.clear()
+
+    def settle(self, idle: Tensor) -> None:
+        """Joins what runs beside the step, and counts its pairs; idle [T, 1] marks rows that are padding."""
+        self._join()
+        self._kept.clear()
+        self._idle = None
+        super().settle(idle)
+
+    def keep(self, *tensors: object) -> None:
+        """Until the step is settled: `ahead` reads them on another stream."""
+        self._kept += tensors
+
+    def _move(self, place: int, chosen: tuple[Tensor, Tensor] | None) -> None:
+        """Heads and copies of a layer whose experts are known, beside everything else."""
+        after = self._named(place, chosen)
+        self._hinted_calls = max(0, self._hinted_calls - 1)
+        named = self.ahead is not None or self._hinted_calls  # then what was missed is named next time, and the link is busy
+        least = 0.0 if named else residency.LEAST
+        with self._launching:
+            self._bring(place, min(2, len(self.layers) - 1 - place), least, self._beside(PICKS, after))
+
+    def _bring(self, place: int, targets: int, least: float, where: AbstractContextManager[Any]) -> None:
+        """Choices on one stream, copies on the next, so that the link never waits for a choice."""
+        with where as stream:
+            residency.pick(self.state, place, targets, least)
+        with self._beside(COPIES, stream):
+            residency.bring(self.state, place)
+
+    def _named(self, place: int, chosen: tuple[Tensor, Tensor] | None) -> Any:
+        """Runs the heads, if there are any; the stream on which they did, or the current one."""
+        if self.ahead is None or chosen is None:
+            return None
+        with self._beside(HEADS, None) as stream:
+            named = self.ahead(self.spec.moe_layers[place], *chosen)
+            if named is not None:
+                self.keep(*named)
+                residency.note(self.state, place + 1, *named)
+        return stream
+
+    @contextmanager
+    def _beside(self, number: int, after: Any) -> Iterator[Any]:
+        """One of the streams beside the current one, from here on, or from where stream `after` is."""
+        if not self._streams:
+            with nullcontext():
+                yield None
+            return
+        stream = self._streams[number]
+        self._forked.add(stream)
+        stream.wait_stream(after or torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            yield stream
+
+    def _join(self) -> None:
+        """Waits, on the device, for what runs beside; a recorded step may only wait for streams that it has forked itself."""
+        while self._forked:
+            torch.cuda.current_stream(self._device).wait_stream(self._forked.pop())
+
+    # ---- calls over a wire ----
+
+    @torch.inference_mode()
+    def forward(self, call: LayerCall, out: Tensor, source: str = "") -> tuple[int, Verified]:
+        """Fills out [N, H], which may lie on the host. Nothing is waited for; the second number says what was found where."""
+        if call.layer not in self.layers:
+            raise BadRequest("layer", f"layer {call.layer} has no routed experts")
+        ids, weights = dense(call, self.held, self.spec.top_k)
+        out.copy_(self._evaluated(call.layer, *(part.to(self._device) for part in (call.x, ids, weights))))
+        return 0, self.verified(self.state.counters.cpu())
+
+    @property
+    def counters(self) -> Tensor:
+        """int64 [len(COUNTERS)]."""
+        return self.state.counters
+
+    def verified(self, counters: Tensor) -> Verified:
+        """How experts were found, and what was copied, since this was asked last; counters: on the host."""
+        now: Any = counters.numpy().copy()
+        new = dict(zip(COUNTERS, (now - self._told).tolist(), strict=True))
+        self._told = now
+        moved = {f"{to}_bytes": new[name] * self.expert_bytes for name, to in (("wasted", "wasted"), ("brought", "copied"))}
+        return Verified(**{name: new[name] for name in ("hits", "late", "misses", "resident")}, **moved)
+
+    @torch.inference_mode()
+    def hint(self, hint: ExpertHint, source: str = "") -> bool:
+        """Has experts copied ahead of time; any thread. False when it is about a layer or experts that are not held here."""
+        if not PackedExperts.hint(self, hint):
+            return False
+        place, self._hinted_calls = self.layers[hint.layer], 4 * len(self.layers)
+        if place:
+            experts, chances = (torch.from_numpy(part)[None, None] for part in (hint.experts, hint.probabilities))
+            with self._launching, self._hinted() as stream:
+                residency.note(self.state, place, experts.to(self._device), chances.to(self._device))
+                self._bring(place - 1, 1, 0.0, nullcontext(stream))
+        return True
+
+    @contextmanager
+    def _hinted(self) -> Iterator[Any]:
+        """The stream of choices, without waiting for calls."""
+        stream = self._streams[PICKS] if self._streams else None
+        with torch.cuda.stream(stream) if stream else nullcontext():
+            yield stream
+
+    def resident(self, layer: int) -> list[int]:
+        """The layer's experts that sit in slots, ascending; none for a layer without routed experts. Waits for the device."""
+        return self.state.resident(self.layers[layer]) if layer in self.layers else []

@@ -1,0 +1,113 @@
+"""Launches of the residency kernels: shapes checked, sizes rounded. Each fits a CUDA graph and reads nothing back."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+from torch import Tensor
+
+from forefetch.kernels.gate.triton import choose_into
+from forefetch.kernels.residency import triton as kernels
+from forefetch.kernels.residency.state import Residents
+
+FLOOR = 0.1  # a chance below this does not count as named
+WORTH = 0.4  # a chance below this is not worth an expert's bytes: reading in place costs as many, and only if it is needed
+SURE = 0.5  # an expert this likely is not evicted for another
+PATIENCE = 128  # looks at a copy under way, about a microsecond each: as long as two int4 copies take
+LEAST = 0.15  # share of recent calls from which a missed expert is brought in without being named
+CROWD, FAST, SLOW, SHARE = 8, 0.2, 0.01, 0.3  # as in expert_worker/slots.py
+_CHOSEN_INSIDE = 4  # tokens up to which `enter`'s one program also makes the choice
+_PROGRAMS, _BLOCK = 16, 4096  # of `bring`: 16 KB each on the way at once fill PCIe and leave nearly all of the GPU free
+
+
+def choose_and_enter(
+    state: Residents,
+    layer: int,
+    logits: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    rule: Literal["softmax_topk", "topk_softmax"],
+    renormalise: bool,
+    idle: Tensor | None = None,
+) -> None:
+    """The choice of experts from logits [T, E] into ids int32 and weights float32 [T, K], then `enter`.
+
+    idle [T]: rows that are padding; their ids become -1."""
+    if len(logits) > _CHOSEN_INSIDE:
+        choose_into(logits, ids, weights, rule, renormalise)
+        _enter(state, layer, ids, weights, None, False, idle)
+    else:
+        _enter(state, layer, ids, weights, logits, rule == "topk_softmax" or renormalise, idle)
+
+
+def enter(state: Residents, layer: int, ids: Tensor) -> None:
+    """Layer number `layer` (0 .. L - 1) needs the experts ids [T, K]: leaves where they are in state.rows [E]."""
+    _enter(state, layer, ids, state.chance, None, False, None)
+
+
+def _enter(
+    state: Residents,
+    layer: int,
+    ids: Tensor,
+    weights: Tensor,
+    logits: Tensor | None,
+    renormalise: bool,
+    idle: Tensor | None,
+) -> None:
+    tokens, top_k = ids.shape
+    if not ids.is_contiguous() or not 0 <= layer < state.layers or (logits is not None and logits.stride(1) != 1):
+        raise ValueError(f"ids {tuple(ids.shape)} of layer {layer} of {state.layers}: contiguous rows and a layer are needed")
+    if not tokens:
+        return
+    padded = max(32, triton.next_power_of_2(state.experts))
+    kernels.enter[(1,)](
+        *(state.chance if logits is None else logits, ids, weights, ids if idle is None else idle),
+        *(state.table, state.coming, state.active, state.averages, state.chance, state.unused, state.counts, state.rows),
+        *(
+            state.counters,
+            ids.numel(),
+            0 if logits is None else logits.stride(0),
+            state.first_slot,
+            len(state.slots),
+            layer,
+            len(state.table),
+        ),
+        *(state.experts, padded, top_k, min(1024, max(32, triton.next_power_of_2(ids.numel())))),
+        *(logits is not None, renormalise, idle is not None, PATIENCE, FLOOR, CROWD, FAST, SLOW),
+        num_warps=1 if ids.numel() <= 128 else 4,
+    )
+
+
+def note(state: Residents, first: int, experts: Tensor, probabilities: Tensor) -> None:
+    """Heads name experts [D, T, M] with probabilities for the D layers from number `first` on."""
+    targets, entries = len(experts), experts[0].numel()
+    if experts.shape != probabilities.shape or not (experts.is_contiguous() and probabilities.is_contiguous()):
+        raise ValueError(f"experts {tuple(experts.shape)}, probabilities {tuple(probabilities.shape)}: equal and contiguous")
+    kernels.note[(1,)](
+        *(experts, probabilities, state.chance, state.misses, entries, entries, first, state.experts),
+        *(max(32, triton.next_power_of_2(state.experts)), min(1024, triton.next_power_of_2(entries)), targets),
+        num_warps=1,
+    )
+
+
+def pick(state: Residents, now: int, targets: int, least: float = LEAST) -> None:
+    """Chooses at most `most_copies` experts to bring, of the `targets` layers behind number `now`, and who gives way."""
+    kernels.pick[(1,)](
+        *(state.table, state.coming, state.active, state.averages, state.chance, state.home, state.expert_in),
+        *(state.unused, state.jobs[now], state.counters, state.first_slot, len(state.slots), now, now + 1, targets),
+        *(state.layers, len(state.table), least, state.experts, max(32, triton.next_power_of_2(state.experts)), 4),
+        *(max(32, triton.next_power_of_2(len(state.slots))), state.most_copies, WORTH, SURE, SHARE),
+        num_warps=8,
+    )
+
+
+def bring(state: Residents, now: int) -> None:
+    """Copies what `pick` chose at number `now`. Calls follow one another; a later layer's `pick` may run meanwhile."""
+    words = state.base.view(torch.int32)
+    kernels.bring[(_PROGRAMS,)](
+        *(words, state.table, state.home, state.coming, state.jobs[now], state.arrived, state.first_slot, state.stride // 4),
+        *(_PROGRAMS, state.most_copies, _BLOCK),
+        num_warps=8,
+    )
