@@ -12,6 +12,7 @@ from typing import Any
 
 EPILOG = """\
 Formats: fp16, e2m0, asym2, mixed, asym3, fp4; baselines of equal bytes: kivi2, kivi2-g64, kivi2-g32, kivi3, kivi4, kivi4-g64.
+With forefetch[peers] also transformers' quantised caches: hf-quanto2, hf-quanto4, hf-hqq2, hf-hqq4.
 A name may carry options of its own: e2m0:recent=64+sinks=0. `python -m router_service.quality --help` lists the rest.
 
 Examples:

@@ -1,4 +1,4 @@
-"""What is compared: every sealed format, and min-max quantisation as the baseline of equal bytes.
+"""What is compared: every sealed format, min-max quantisation as the baseline of equal bytes, and `peers.py`.
 
 The baseline is KIVI's scheme (arXiv 2402.02750): asymmetric integers between minimum and maximum, K per channel in groups of
 tokens, V per token in groups of channels, a float16 scale and zero per group, the newest tokens in float16; no sinks, no
@@ -20,9 +20,12 @@ from forefetch.kernels.kv_codec import KvFormat
 from forefetch.spec import ModelSpec
 from router_service.batch import StepBatch
 from router_service.cache import KvCache
+from router_service.quality.peers import GROUP, PEERS, PeerCache, layer_maker, runs
 from router_service.sealed import SealedCache
 
-DEFAULT = ("fp16", "e2m0", "asym2", "mixed", "asym3", "fp4", "kivi2", "kivi2-g64", "kivi3", "kivi4-g64")
+OWN = ("fp16", "e2m0", "asym2", "mixed", "asym3", "fp4")
+DEFAULT = (*OWN, "kivi2", "kivi2-g64", "kivi3", "kivi4-g64", *filter(runs, PEERS))
+"""Every format, baselines of about equal bytes, and transformers' quantised caches where they are installed."""
 BASELINES = {
     "kivi2": (2, 128),
     "kivi2-g64": (2, 64),
@@ -43,12 +46,14 @@ class Setup:
     exempt: frozenset[int] = frozenset()
     baseline: tuple[int, int] | None = None
 
-    def cache(self, spec: ModelSpec, rows: int, device: torch.device) -> KvCache | SealedCache | MinMaxCache:
+    def cache(self, spec: ModelSpec, rows: int, device: torch.device) -> KvCache | SealedCache | MinMaxCache | PeerCache:
         """Memory for one sequence of up to `rows` tokens, all in one step."""
         page = self.format.page if self.format else 128
         pages = 2 + rows // page
         if self.format is None:
             return KvCache(spec, pages=pages, page_size=page, dtype=torch.float16, device=device)
+        if self.name in PEERS:
+            return PeerCache(layer_maker(self.name))
         if self.baseline is not None:
             return MinMaxCache(self.format, *self.baseline)
         return SealedCache(spec, self.format, exempt=self.exempt, pages=pages, lanes=1, max_rows=rows, device=device)
@@ -80,13 +85,20 @@ class Setup:
 
 
 def setups(names: Sequence[str], format_of: KvFormat, thirds: int, recent: int, exempt: frozenset[int]) -> list[Setup]:
-    """`format_of`: page, sinks, outliers and head dim for all. `recent` -1: each format's default. ConfigError: no such one."""
+    """`format_of`: page, sinks, outliers and head dim for all. `recent` -1: each format's default.
+
+    ConfigError: no such one, or a peer that is not installed."""
     found = []
     for name in names:
         kind, _, options = name.partition(":")
         changes = _options(name, options)
         if kind == "fp16":
             found.append(Setup(name, None))
+            continue
+        if kind in PEERS:
+            layer_maker(kind)  # refused before anything is measured
+            format = replace(format_of, name="asym2", page=128, recent=0, sinks=0)
+            found.append(Setup(name, format, frozenset(), (PEERS[kind], GROUP)))
             continue
         base = "asym2" if kind in BASELINES else kind
         own = recent if recent >= 0 else 32 if base == "fp4" or kind.startswith("kivi4") else 112

@@ -16,11 +16,13 @@ from forefetch.telemetry.ring import StepRing
 from router_service.batch import StepBatch
 from router_service.quality import __main__ as command
 from router_service.quality.measure import Meter
+from router_service.quality.peers import PEERS, PIECE, layer_maker, runs
 from router_service.quality.setups import BASELINES, DEFAULT, Setup, setups
 from router_service.sealed import SealedCache
 
 PAGE, DIM = 32, 16
-IDS = [(7 * i * i + 3 * i) % 300 for i in range(150)]
+LONG = [(7 * i * i + 3 * i) % 300 for i in range(300)]
+IDS = LONG[:150]
 
 
 def make(name: str, **options: int) -> Setup:
@@ -80,6 +82,33 @@ def test_baselines_near_float16(name: str, meter: Meter) -> None:
     plain, rough = meter.logits(Setup("fp16", None), IDS), meter.logits(setup, IDS)
     assert torch.allclose(plain[: PAGE + 9], rough[: PAGE + 9], atol=1e-3 * float(plain.abs().max()))
     assert 0 < (plain - rough).norm() < plain.norm()
+
+
+@pytest.mark.parametrize("name", list(PEERS))
+def test_peers_do_in_one_forward_what_they_do_token_by_token(name: str, meter: Meter) -> None:
+    if not runs(name):
+        pytest.skip("not installed")
+    setup = setups([name], KvFormat("e2m0", DIM, page=PAGE), 16, 9, frozenset())[0]
+    plain, rough = meter.logits(Setup("fp16", None), LONG), meter.logits(setup, LONG)
+    near = 1e-3 * float(plain.abs().max())
+    assert torch.allclose(plain[:PIECE], rough[:PIECE], atol=near), "the first piece is seen before it is rounded"
+    error = (plain - rough)[PIECE:].norm() / plain[PIECE:].norm()
+    assert 1e-4 < error < 1
+    make, draw = layer_maker(name), torch.Generator().manual_seed(1)
+    k, v = torch.randn(2, 1, 2, 2 * PIECE + 5, 64, generator=draw)
+    whole, single = make(), make()
+    first = [whole.update(*(x[:, :, low : low + PIECE] for x in (k, v))) for low in (0, PIECE, 2 * PIECE)]
+    single.update(k[:, :, :PIECE], v[:, :, :PIECE])
+    for at in range(PIECE, 2 * PIECE + 5):
+        seen = single.update(k[:, :, at : at + 1], v[:, :, at : at + 1])
+        for mine, theirs in zip(first[at // PIECE], seen, strict=True):
+            assert torch.equal(mine[:, :, : at + 1], theirs), at
+
+
+def test_a_peer_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router_service.quality.peers.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"forefetch\[peers\]"):
+        setups(["hf-hqq2"], KvFormat("e2m0", 128), 16, -1, frozenset())
 
 
 def test_bits_count_everything() -> None:
