@@ -15,6 +15,11 @@ from forefetch.errors import ConfigError, ForefetchError
 from router_service.lookahead import commands, tables
 from router_service.lookahead.train import Options
 
+GENERATED = {"cpu": 24_576, "cuda": 49_152}
+EPOCHS = {"cpu": 5, "cuda": 12}
+HEAD_EPOCHS = {"cpu": 3, "cuda": 4}
+"""What a device does in minutes with the reference model; more epochs gain a few tenths of a percent (benchmarks/LOG.md)."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the process. Errors end as one line on standard error."""
@@ -33,8 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(args: argparse.Namespace, console: Console) -> int:
-    options = Options(args.distilled, args.rank, args.epochs, args.head_epochs, args.batch, args.rate)
-    path, trained = commands.train(_source(args), args.generate, args.temperature, options, console)
+    source = _source(args)
+    generate, epochs, head_epochs = (
+        defaults[source.device.type] if given is None else given
+        for given, defaults in ((args.generate, GENERATED), (args.epochs, EPOCHS), (args.head_epochs, HEAD_EPOCHS))
+    )
+    options = Options(args.distilled, args.rank, epochs, head_epochs, args.batch, args.rate)
+    path, trained = commands.train(source, generate, args.temperature, options, console)
     Console(highlight=False).print(tables.trained(trained, path))
     return 0
 
@@ -61,15 +71,16 @@ def parser() -> argparse.ArgumentParser:
     commands_of = whole.add_subparsers(dest="command", required=True)
     train = commands_of.add_parser("train", help="train heads and write lookahead.safetensors beside the weights")
     _add_source(train, 1024, 98_304, "tokens of text to record, over all files; 1,000 take about 9 MB with the reference model")
-    train.add_argument("--generate", type=int, default=49_152, help="tokens of the model's own to record (%(default)s)")
+    by_device = "on a CPU {cpu}, on a GPU {cuda}".format_map
+    train.add_argument("--generate", type=int, help=f"tokens of the model's own to record ({by_device(GENERATED)})")
     train.add_argument("--temperature", type=float, default=0.8, help="of those tokens (%(default)s)")
     defaults = Options()
     train.add_argument(
         "--distilled", type=int, default=defaults.distilled, help="units in a sketch of a layer's experts (%(default)s)"
     )
     train.add_argument("--rank", type=int, default=defaults.rank, help="width of a correction (%(default)s)")
-    train.add_argument("--epochs", type=int, default=defaults.epochs, help="passes over the recorded rows (%(default)s)")
-    train.add_argument("--head-epochs", type=int, default=defaults.head_epochs, help="the same for corrections (%(default)s)")
+    train.add_argument("--epochs", type=int, help=f"passes over the recorded rows ({by_device(EPOCHS)})")
+    train.add_argument("--head-epochs", type=int, help=f"the same for corrections ({by_device(HEAD_EPOCHS)})")
     train.add_argument("--batch", type=int, default=defaults.batch, help="rows per update (%(default)s)")
     train.add_argument("--rate", type=float, default=defaults.rate, help="peak learning rate (%(default)s)")
     evaluate = commands_of.add_parser("eval", help="measure hints on text that heads were not trained on")

@@ -42,7 +42,7 @@ def test_answers_name_the_format_and_do_not_depend_on_the_batch(router: Router) 
         assert other.error is None
     described = router.describe()
     assert described.kv_format == "e2m0"
-    assert described.kv_parameters == "codec=1 outliers=1 thirds=0 sinks=4 recent=0 exempt=none"
+    assert described.kv_parameters == "codec=2 outliers=1 thirds=0 sinks=4 recent=0 exempt=none"
 
 
 @pytest.mark.parametrize("length", [2 * PAGE, 3 * PAGE + 1, 5 * PAGE])

@@ -71,10 +71,10 @@ def test_a_sealed_format_has_its_defaults_and_is_named(checkpoint: Callable[[str
     folder = checkpoint("qwen3")
     found = placed(folder, kv_format="e2m0")
     assert (found.approximate_kv, found.kv_name) == ("e2m0", "e2m0")
-    assert found.kv_parameters == "codec=1 outliers=1 thirds=0 sinks=4 recent=112 exempt=none"
+    assert found.kv_parameters == "codec=2 outliers=1 thirds=0 sinks=4 recent=112 exempt=none"
     assert placed(folder, kv_format="fp4", kv_exempt_layers="2,0").kv_parameters.endswith("recent=32 exempt=0,2")
     assert placed(folder, kv_format="asym3", kv_recent="7", kv_sinks="0").kv_parameters.startswith(
-        "codec=1 outliers=1 thirds=0 sinks=0 recent=7"
+        "codec=2 outliers=1 thirds=0 sinks=0 recent=7"
     )
 
 

@@ -147,7 +147,7 @@ class KvFormat:
     def parameters(self) -> str:
         """Canonical text of everything that the bytes depend on besides name, page and geometry; part of content keys. `recent`
         is among it: deeper layers' keys and values follow from what shallower ones attended to."""
-        return f"codec=1 outliers={self.outliers} thirds={self.thirds} sinks={self.sinks} recent={self.recent}"
+        return f"codec=2 outliers={self.outliers} thirds={self.thirds} sinks={self.sinks} recent={self.recent}"
 
 
 @lru_cache

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from forefetch.kernels.kv_codec import orders
-from forefetch.kernels.kv_codec.fit import GRIDS, Fitted, fit, fit_fp4
+from forefetch.kernels.kv_codec.fit import GRIDS, Fitted, fit, fit_fp4, recode, recode_fp4
 from forefetch.kernels.kv_codec.formats import GROUP, SATURATION, KvFormat
 
 _FACTOR_V, _FACTOR_K, _CHANNELS, _THIRDS = slice(0, 4), slice(4, 8), slice(8, 32), slice(32, 128)
@@ -43,19 +43,22 @@ def _seal_keys(keys: Tensor, valid: Tensor, weight: Tensor | None, writer: _Writ
     coarse = fit(columns, valid, GRIDS["coarse" if format.name == "mixed" else format.name], unbiased=True)
     cost = torch.ones_like(coarse.error) if weight is None else weight.double()
     outliers = _worst(coarse.error * cost, format.outliers)
-    best = coarse
+    best, chosen = coarse, None
     if format.name == "mixed":
         fine = fit(columns, valid, GRIDS["fine"], unbiased=True)
         gain = ((coarse.error - fine.error) * cost).scatter(1, outliers, -1.0)
         thirds = _worst(gain, format.thirds)
         chosen = torch.zeros_like(gain, dtype=torch.bool).scatter_(1, thirds, True)
         best = Fitted(*(torch.where(_like(chosen, a), b, a) for a, b in zip(coarse, fine, strict=True)))
-        bits = _rows(fine.codes, thirds) & 1  # [n, thirds, T]
         writer.meta(_THIRDS, thirds.to(torch.uint8))
-        writer.bits("k_thirds", bits.flatten(1)[:, orders.third_order(format).to(keys.device)], 1)
-        best = best._replace(codes=torch.where(chosen[..., None], best.codes >> 1, best.codes))
     dense = torch.ones_like(best.scale).scatter_(1, outliers, 0.0)
-    codes = best.codes * dense.to(torch.uint8)[..., None]
+    counted = (dense * best.scale > 0)[..., None]
+    grid = GRIDS["coarse" if format.name == "mixed" else format.name]
+    codes = recode(best, columns, counted, valid, grid, GRIDS["fine"], chosen) * dense.to(torch.uint8)[..., None]
+    if chosen is not None:
+        bits = _rows(codes, thirds) & 1  # [n, thirds, T]
+        writer.bits("k_thirds", bits.flatten(1)[:, orders.third_order(format).to(keys.device)], 1)
+        codes = torch.where(chosen[..., None], codes >> 1, codes)
     writer.codes("k", codes.transpose(1, 2), valid)
     writer.halves("k_scale", best.scale * dense)
     writer.halves("k_zero", best.zero * dense)
@@ -84,7 +87,8 @@ def _seal_fp4(keys: Tensor, values: Tensor, valid: Tensor, weight: Tensor | None
     outliers = _worst(k.error * cost, format.outliers)
     dense = torch.ones_like(k.zero).scatter_(1, outliers, 0.0)
     v = fit_fp4(values, torch.ones(format.head_dim, device=values.device))
-    writer.codes("k", (k.codes * dense.to(torch.uint8)[..., None]).transpose(1, 2), valid)
+    codes = recode_fp4(k, columns, dense[..., None] > 0, valid) * dense.to(torch.uint8)[..., None]
+    writer.codes("k", codes.transpose(1, 2), valid)
     writer.codes("v", v.codes, valid)
     writer.bytes("k_scale", (k.scales * dense[..., None]).transpose(1, 2).to(torch.float8_e4m3fn))  # [n, T/32, D]
     writer.halves("k_zero", k.zero * dense)

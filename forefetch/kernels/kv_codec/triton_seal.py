@@ -15,12 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from forefetch.kernels.kv_codec import orders
-from forefetch.kernels.kv_codec.fit import ALTERNATIONS, GRIDS, MOST_GAIN
+from forefetch.kernels.kv_codec.fit import ALTERNATIONS, GRIDS, MOST_GAIN, TURNS
 from forefetch.kernels.kv_codec.formats import SATURATION, KvFormat
 from forefetch.kernels.kv_codec.triton import _at, _get, _stored
 
 _LIMIT = tl.constexpr(SATURATION)
 _MOST_GAIN = tl.constexpr(MOST_GAIN)
+_TURNS = tl.constexpr(len(TURNS))
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class _Rule:
     unit: int
     radix4: bool
     start: float
+    nudge: float
+
+    def factor(self, turn: int) -> float:
+        """What a key's values are multiplied by before they are rounded."""
+        return 1 + self.nudge * TURNS[turn]
 
 
 _RULES = {name: _Rule(*GRIDS[name]) for name in ("e2m0", "asym2", "asym3")}
@@ -88,6 +94,11 @@ def _order(format: KvFormat, name: str, bits: int, device: torch.device) -> Tens
 @triton.constexpr_function
 def _of(rule, name):
     return getattr(rule, name)
+
+
+@triton.constexpr_function
+def _factor(rule, turn):
+    return rule.factor(turn)
 
 
 @triton.jit
@@ -157,6 +168,19 @@ def _fit(x, valid, count, AXIS: tl.constexpr, G: tl.constexpr, ROUNDS: tl.conste
 
 
 @triton.jit
+def _towards(y, counted, scale, G: tl.constexpr):
+    """`fit.towards`: y [T, D], zero taken off; counted [1, D], scale [1, D] -> codes."""
+    code = _codes(y, scale, G)
+    least = tl.full([1, 1], float("inf"), tl.float64)
+    for turn in tl.static_range(_TURNS):
+        tried = _codes(y * _factor(G, turn), scale, G)
+        miss = tl.abs(_sum(tl.where(counted, (_levels(tried, G) * scale - y) * y, 0.0), 1))
+        code = tl.where(miss < least, tried, code)
+        least = tl.minimum(miss, least)
+    return code
+
+
+@triton.jit
 def _page(x, skip, F: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """(token [R, 1], channel [1, C], inside, float32 values): as float16, saturated, the first `skip` tokens zero."""
     D: tl.constexpr = _get(F, "head_dim")
@@ -178,7 +202,7 @@ def _seal_keys(
     T: tl.constexpr = _get(F, "page")
     D: tl.constexpr = _get(F, "head_dim")
     valid = ((t >= skip) & (t < T)).to(tl.float32)
-    scale, zero, code, error = _fit(x, valid, (T - skip).to(tl.float64), 0, G, ROUNDS)
+    scale, zero, _, error = _fit(x, valid, (T - skip).to(tl.float64), 0, G, ROUNDS)
     if WEIGHTED:
         error *= tl.load(weight + tl.program_id(0) * D + c, mask=c < D, other=0.0).to(tl.float64)
     blob = blobs + tl.program_id(0).to(tl.int64) * _get(F, "blob_bytes")
@@ -195,6 +219,8 @@ def _seal_keys(
         own = tl.sum(tl.where(c == channel, x, 0.0), 1, keep_dims=True)
         tl.store(halves + _at(F, "outliers") // 2 + n * T + _stored(t, F), own.to(tl.float16), mask=t < T)
         tl.store(words + 2 + n + tl.zeros_like(channel), channel)
+    code = _towards(x - zero, (dense * scale) > 0.0, scale, G)
+    code = tl.where((valid > 0.0) & (scale > 0.0), code, 0)
     one = tl.full([1, 1], 1.0, tl.float32)
     tl.store(words.to(tl.pointer_type(tl.float32)) + 1 + tl.zeros([1, 1], tl.int32), one)
     tl.store(halves + _at(F, "k_scale") // 2 + c, (scale * dense).to(tl.float16), mask=c < D)
