@@ -30,9 +30,10 @@ REFERENCE = Path(__file__).parent.parent / "models" / "reference"
 
 
 @contextmanager
-def cluster(model: Path, kv: bool) -> Iterator[Cluster]:
+def cluster(model: Path, kv: bool, kv_format: str = "auto") -> Iterator[Cluster]:
     """Router and workers in one process, so that nothing but the KV service is beside it."""
-    with Cluster.start(ClusterConfig(model=str(model), link="local", kv=kv, port=0, device="cpu")) as running:
+    config = ClusterConfig(model=str(model), link="local", kv=kv, kv_format=kv_format, port=0, device="cpu")
+    with Cluster.start(config) as running:
         yield running
 
 
@@ -41,12 +42,12 @@ def prompt(seed: int, length: int, vocab: int) -> list[int]:
     return [(7 + 131 * seed + 17 * i * (seed + 1)) % (vocab - 10) + 5 for i in range(length)]
 
 
-def first_token(model: Path, length: int, rounds: int) -> list[Row]:
+def first_token(model: Path, length: int, rounds: int, kv_format: str = "auto") -> list[Row]:
     """Cold and warm time to first token, milliseconds as the client sees them."""
     from forefetch.client import SyncClient
 
     cold, warm = [], []
-    with cluster(model, kv=True) as running, SyncClient(running.address) as client:
+    with cluster(model, kv=True, kv_format=kv_format) as running, SyncClient(running.address) as client:
         described = client.describe()
         pages = length // described.page_size
         for seed in range(rounds + 1):
@@ -62,11 +63,14 @@ def first_token(model: Path, length: int, rounds: int) -> list[Row]:
             if seed:  # the first pair warms caches of all kinds
                 cold.append(first.ttft_ms)
                 warm.append(second.ttft_ms)
-        if client.stats().kv.blocks_loaded != (rounds + 1) * pages:
+        kv = client.stats().kv
+        if kv.blocks_loaded + kv.rows_loaded != (rounds + 1) * pages:  # rows stand for the last block
             raise SystemExit("not every block came from the KV service")
     ratio = median(a / b for a, b in zip(cold, warm, strict=True))
-    print(f"first token of {length} tokens: cold {median(cold):.0f} ms, warm {median(warm):.0f} ms, {ratio:.1f}x")
-    case = f"{model.name} prefix {length}"
+    print(
+        f"first token of {length} tokens, K and V {kv_format}: cold {median(cold):.0f} ms, warm {median(warm):.0f} ms, {ratio:.1f}x"
+    )
+    case = f"{model.name} prefix {length}" + ("" if kv_format == "auto" else f" {kv_format}")
     return [
         Row("kv_prefix", case, "cold ttft p50", median(cold), "ms"),
         Row("kv_prefix", case, "warm ttft p50", median(warm), "ms"),
@@ -154,6 +158,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=REFERENCE, help="the checkpoint (default: models/reference)")
     args = parser.parse_args()
     rows = first_token(args.model, PREFIX, 2 if args.quick else 7)
+    rows += first_token(args.model, PREFIX, 2 if args.quick else 5, "e2m0")
     rows += per_token(args.model, 64, 10 if args.quick else 100)
     if not args.quick:
         append(rows)

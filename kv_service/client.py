@@ -125,8 +125,11 @@ class KvClient:
         with _errors():
             return self._stub.LookUp(request, timeout=timeout_s, metadata=self._metadata(metadata)).held
 
-    def get(self, keys: Sequence[Key], timeout_s: float = TRANSFER_S, metadata: Metadata = ()) -> list[bytes]:
-        """The blocks of keys of one chain up to the first that is not held, or did not arrive whole and in time.
+    def get(
+        self, keys: Sequence[Key], timeout_s: float = TRANSFER_S, metadata: Metadata = (), most_bytes: int = 1 << 30
+    ) -> list[bytes]:
+        """The blocks of keys of one chain, of at most `most_bytes` each, up to the first that is not held, or did not arrive
+        whole and in time.
 
         A service that is away, a deadline, a short or corrupt block: what came before is returned, and counted.
         """
@@ -136,7 +139,7 @@ class KvClient:
             stream = self._stub.Get(request, timeout=timeout_s, metadata=self._metadata(metadata))
         try:
             with _errors():
-                for block in whole_blocks(stream):
+                for block in whole_blocks(stream, len(keys), most_bytes):
                     blocks.append(block)
         except _MISSES:
             stream.cancel()

@@ -22,6 +22,8 @@ MAX_TOKENS = 4_096
 MAX_PART = 4 << 20
 """Most bytes in a part of a block."""
 CHECKSUM_BYTES = 16
+LEFT_OUT = 16_384
+"""Blocks of a stream without room whose children are known to be unreachable; of those beyond, children are tried."""
 
 
 class Keeper(Protocol):
@@ -136,7 +138,7 @@ class Intake:
             place: Reservation | Outcome = self._keeper.refuse(Outcome.NO_ROOM)
         else:
             place = self._reserve(key, part.size)
-        if isinstance(place, Outcome):
+        if isinstance(place, Outcome) and len(self._left_out) < LEFT_OUT:
             self._left_out.add(key.digest)
         return _Arriving(part.size, place)
 

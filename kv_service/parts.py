@@ -71,18 +71,22 @@ class Broken(Exception):
     """What came is not the block it should be."""
 
 
-def whole_blocks(messages: Iterable[pb.GetResponse]) -> Iterator[bytes]:
-    """Blocks of a Get whose parts came in order and match their checksum. Raises Broken at the first that does not."""
+def whole_blocks(messages: Iterable[pb.GetResponse], count: int, most_bytes: int) -> Iterator[bytes]:
+    """At most `count` blocks of a Get, of at most `most_bytes` each, whose parts came in order and match their checksum. Raises
+    Broken at the first that does not, so that no service makes a caller hold more than it asked for."""
     pieces: list[bytes] = []
-    index = 0
+    index = size = 0
     for part in (part for message in messages for part in message.parts):
         if part.index != index:
             raise Broken(f"a part of block {part.index} came within block {index}")
         pieces.append(part.data)
+        size += len(pieces[-1])
+        if index >= count or size > most_bytes:
+            raise Broken(f"block {index} is more than was asked for")
         if part.last:
             if checksum_of(pieces) != part.checksum:
                 raise Broken(f"block {index} arrived corrupt")
             yield pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            pieces, index = [], index + 1
+            pieces, index, size = [], index + 1, 0
     if pieces:
         raise Broken(f"block {index} ended early")

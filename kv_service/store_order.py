@@ -17,6 +17,10 @@ ATTENTION_TOKENS = 8192
 """Position at which attending to what is before a token costs about as much as all else of computing it."""
 
 
+ENTRY_BYTES = 700
+"""What the index takes for a block beside its tokens, measured."""
+
+
 class State(Enum):
     """Of a block in the index."""
 
@@ -51,6 +55,11 @@ class Entry:
     def __post_init__(self) -> None:
         # Recompute cost per byte, in tokens of a first block.
         self.worth = len(self.tokens) / 4 * (1 + self.position / ATTENTION_TOKENS) / self.size
+
+    @property
+    def indexed(self) -> int:
+        """Bytes that it takes in the index."""
+        return ENTRY_BYTES + len(self.tokens)
 
     @property
     def token_ids(self) -> tuple[int, ...]:

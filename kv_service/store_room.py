@@ -23,11 +23,12 @@ DISK_PAGE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Budgets in bytes: of memory, of disk (0: there is none), and each tenant's of the blocks' home."""
+    """Budgets in bytes: of memory, of disk (0: there is none), each tenant's of the blocks' home, and the index's."""
 
     memory: int
     disk: int = 0
     tenant: int = 1 << 62
+    index: int = 1 << 62
 
     @property
     def home(self) -> int:
@@ -52,6 +53,7 @@ class Room:
         self.limits = limits
         self.memory = 0
         self.evicted = self.on_disk = 0
+        self.index = self._index_out = 0  # bytes of it; of those, what goes with deletions from disk
         self.dropped: list[bytes] = []
         self._leaf, self._remove = leaf, remove
         self._all = _Account(limits.home)
@@ -88,7 +90,7 @@ class Room:
     def take(self, entry: Entry) -> bool | None:
         """Makes room for a block that is reserved. False: there is none. None: there may be soon."""
         size, mine = self._footprint(entry), self._account(entry)
-        fits = self._shrink(mine, size) and self._shrink(self._all, size)
+        fits = self._shrink(mine, size) and self._shrink(self._all, size) and self.shorten(entry.indexed)
         fits = fits and (not self.limits.disk or self._free_memory(entry.size))
         if not fits:
             hopeless = max(size, entry.size) > min(mine.budget, self.limits.home) or entry.size > self.limits.memory
@@ -199,6 +201,7 @@ class Room:
         self.on_disk -= len(doomed)
         for entry in doomed:
             entry.on_disk = False
+            self._index_out -= entry.indexed
             for account in (self._all, self._account(entry)):
                 account.out -= self._footprint(entry)
             self._charge(entry, -1)
@@ -208,6 +211,14 @@ class Room:
         goal = self._all.out + nbytes
         while self._all.out < goal and self._evict(self._all):
             pass
+
+    def shorten(self, more: int = 0) -> bool:
+        """Evicts until the index has room for `more` bytes; False: it has none, or not yet."""
+        limit = self.limits.index
+        if self.index + more > limit * HIGH:
+            while self.index - self._index_out > limit * LOW - more and self._evict(self._all):
+                pass
+        return self.index + more <= limit
 
     def warm(self, entry: Entry) -> bool:
         """Whether a block that was read from disk is to stay in memory."""
@@ -267,11 +278,13 @@ class Room:
 
     def _doom(self, entry: Entry) -> None:
         self._doomed.append(entry)
+        self._index_out += entry.indexed
         for account in (self._all, self._account(entry)):
             account.out += self._footprint(entry)
 
     def _charge(self, entry: Entry, sign: int) -> None:
         size = sign * self._footprint(entry)
+        self.index += sign * entry.indexed
         self._all.used += size
         self._account(entry).used += size
 

@@ -68,6 +68,7 @@ class Vault:
         self.labels = Labels(disk.tenants(), disk.origins())
         self.faults.damaged_at_start = found.damaged + disk.set_aside
         self.store.room.shrink(max(0, self.store.room.home - self.limits.disk))
+        self.store.room.shorten()
         self.index_s = time.monotonic() - began
 
     def close(self) -> None:

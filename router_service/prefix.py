@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 THREADS = 4
 """Loads at a time; more wait, and their waiting counts as time of the load."""
+MIB = 1 << 20
+SLACK = 8
+"""How much larger than expected a block or rows may be, because of sinks, before they are not taken."""
 BATCH_BYTES = 16 << 20
 """Most bytes asked for in one call, unless a single block has more: what a load holds in memory."""
 
@@ -184,7 +187,8 @@ class Prefix:
         size, whole, tail = self.cost.page_size, blocks, None
         if holder is not None:
             whole, position = self._tail_start(blocks * size) // size, blocks * size
-            data = holder.client.get([rows_key(load.keys[blocks - 1])], max(load.left_s, 0.0), metadata)
+            most = SLACK * self.cost.rows_bytes + MIB
+            data = holder.client.get([rows_key(load.keys[blocks - 1])], max(load.left_s, 0.0), metadata, most)
             tail = Tail.decode(whole * size, data[0]) if data else None
             if tail is None or (tail.end, tail.page) != (position, size):
                 return _stopped(load) or ("mismatch" if data else "broken")
@@ -203,7 +207,7 @@ class Prefix:
             if stop := _stopped(load):
                 return stop
             wanted = run[first : first + batch]
-            blocks = replica.client.get(wanted, load.left_s, metadata)
+            blocks = replica.client.get(wanted, load.left_s, metadata, SLACK * size + MIB)
             for block in blocks:
                 try:
                     self._write_block(load.pages[load.blocks], block)

@@ -72,6 +72,8 @@ BROKEN: dict[str, list[Any]] = {
     "another block's chunk": [GOOD, chunk(1, b"sec", last=False), chunk(2, b"ond")],
     "a block twice": [GOOD, GOOD],
     "a block left out": [GOOD, chunk(2, b"third")],
+    "larger than a block may be": [GOOD, chunk(1, bytes(600), last=False), chunk(1, bytes(600))],
+    "a block without end": [GOOD, *[chunk(1, bytes(500), last=False)] * 1000],
     "the service goes away": [GOOD, Unavailable("gone")],
     "the service is full": [GOOD, Overloaded("full", 1.0)],
     "a broken end": [GOOD, chunk(1, b"sec", last=False), Cancelled("cut")],
@@ -83,7 +85,14 @@ BROKEN: dict[str, list[Any]] = {
 def test_what_is_not_whole_and_right_is_a_miss(liar: tuple[Liar, KvClient], name: str) -> None:
     service, client = liar
     service.chunks = BROKEN[name]
-    assert client.get(KEYS, timeout_s=0.25) == [b"first"]
+    assert client.get(KEYS, timeout_s=0.25, most_bytes=1000) == [b"first"]
+    assert client.broken_reads == 1
+
+
+def test_more_blocks_than_asked_for_are_not_held(liar: tuple[Liar, KvClient]) -> None:
+    service, client = liar
+    service.chunks = [chunk(index, b"block") for index in range(1000)]
+    assert client.get(KEYS) == [b"block"] * len(KEYS)
     assert client.broken_reads == 1
 
 

@@ -7,7 +7,7 @@ from store_calls import KIB, ME, YOU, entry_of, flush, held, line, put, reserve,
 
 from kv_service.keys import Key
 from kv_service.store import Outcome, Store
-from kv_service.store_order import ATTENTION_TOKENS, Entry
+from kv_service.store_order import ATTENTION_TOKENS, ENTRY_BYTES, Entry
 from kv_service.store_room import Limits
 
 # What goes
@@ -100,6 +100,30 @@ def test_a_tenant_at_its_share_evicts_its_own() -> None:
     )  # 20 of 30: the third would pass the high watermark
     assert sum(held(store, [line(token)[0] for token in range(5)], YOU)) == 2
     assert put(store, line(9)[0], 31) is Outcome.NO_ROOM
+
+
+@pytest.mark.parametrize("disk", [0, 1 << 30])
+def test_the_index_has_a_budget_too(disk: int) -> None:
+    """Tiny blocks, or many on a large disk, must not fill the memory with their names."""
+    each = ENTRY_BYTES + 4
+    store = Store(Limits(1 << 20, disk=disk, index=40 * each))
+    for token in range(100):
+        assert put(store, line(token)[0], 1) is Outcome.STORED
+        flush(store)
+        assert store.room.index == each * store.blocks <= 40 * each
+    assert store.room.evicted == 100 - store.blocks
+    assert store.blocks >= 35
+
+
+def test_more_found_at_start_than_the_index_may_hold() -> None:
+    store = Store(Limits(1 << 20, disk=1 << 20, index=3 * (ENTRY_BYTES + 4)))
+    for token in range(5):
+        key = line(token)[0]
+        store.load(Entry(ME + key.digest, ME, ME + key.parent, b"\1\0\0\0", key.position, 10, sum_of(key)))
+    store.room.shorten()
+    flush(store)
+    assert store.blocks == 2
+    assert store.room.index == 2 * (ENTRY_BYTES + 4)
 
 
 # With a disk
