@@ -67,9 +67,8 @@ def first_token(model: Path, length: int, rounds: int, kv_format: str = "auto") 
         if kv.blocks_loaded + kv.rows_loaded != (rounds + 1) * pages:  # rows stand for the last block
             raise SystemExit("not every block came from the KV service")
     ratio = median(a / b for a, b in zip(cold, warm, strict=True))
-    print(
-        f"first token of {length} tokens, K and V {kv_format}: cold {median(cold):.0f} ms, warm {median(warm):.0f} ms, {ratio:.1f}x"
-    )
+    told = f"cold {median(cold):.0f} ms, warm {median(warm):.0f} ms, {ratio:.1f}x"
+    print(f"first token of {length} tokens, K and V {kv_format}: {told}")
     case = f"{model.name} prefix {length}" + ("" if kv_format == "auto" else f" {kv_format}")
     return [
         Row("kv_prefix", case, "cold ttft p50", median(cold), "ms"),
