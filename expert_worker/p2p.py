@@ -30,8 +30,9 @@ MEETING_S = 10.0
 
 
 def kind_of(core: Core) -> Literal["", "host", "cuda"]:
-    """The lanes that a worker can have; on a GPU only if all its experts are in its memory."""
-    if not core.info.shm_domain:
+    """The lanes that a worker can have; on a GPU only if all its experts are in its memory. None where experts come and go: who
+    owns which is said when a lane is made."""
+    if not core.info.shm_domain or core.info.capacity:
         return ""
     if isinstance(core.experts, PackedExperts) and not core.experts.moves:
         return "cuda" if core.info.device.startswith("cuda") and memory.available() else ""

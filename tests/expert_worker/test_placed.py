@@ -17,6 +17,7 @@ from expert_worker.config import ExpertConfig
 from expert_worker.core import Core
 from expert_worker.experts import Experts
 from expert_worker.loading import Loader
+from expert_worker.p2p import kind_of
 from expert_worker.placer import Placer
 from forefetch.errors import BadRequest, ConfigError, Moved, StaleEpoch
 from forefetch.hints import ExpertHint
@@ -102,6 +103,12 @@ def test_an_expert_that_is_elsewhere_is_told_apart_from_nonsense(folder: Path) -
             answer(core, call(core, 1, [nonsense]))
     with pytest.raises(BadRequest):
         answer(core, call(core, 99, [0]))
+
+
+def test_lanes_are_for_workers_whose_experts_stay(folder: Path) -> None:
+    """A lane's owners are said when it is made."""
+    assert kind_of(Loader(settings(folder)).core()) == "host"
+    assert kind_of(placed(folder)) == ""
 
 
 def test_places_are_bounded(folder: Path) -> None:
