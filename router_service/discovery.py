@@ -122,7 +122,9 @@ class Elector:
         except Conflict:
             self.away = False
             self.election.lost()
-        except ApiAway:
+        except ApiAway as error:
+            if not self.away:
+                log.warning("the Lease cannot be kept (%s); another router may plan", error)
             self.away = True
 
     def _write(self, action: Any) -> None:

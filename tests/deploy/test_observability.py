@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from typing import Any
 import promql_parser as promql
 import pytest
 import yaml
-from charts import ROOT
+from charts import ROOT, example
+
+from forefetch import cli
 
 FOLDER = ROOT / "deploy" / "observability"
 PROMTOOL = shutil.which("promtool", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
@@ -115,6 +118,33 @@ def test_every_alert_has_its_section_and_leads_to_it() -> None:
     for alert in alerts():
         assert alert["annotations"]["runbook"] == f"docs/operations.md#{alert['alert'].lower()}"
         assert alert["labels"]["severity"] in ("critical", "warning", "info")
+
+
+def anchor(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-")
+
+
+def test_the_manual_leads_to_sections_commands_and_objects_that_exist() -> None:
+    """Links, `forefetch` commands with their flags, and the names of the release `demo` in kubectl's lines."""
+    manual = (ROOT / "docs" / "operations.md").read_text()
+    anchors = {anchor(heading) for heading in re.findall(r"^#+ (.+)$", manual, re.M)}
+    links = re.findall(r"\]\(#([\w-]+)\)", re.sub(r"\]\n?\(", "](", manual))
+    assert len(links) > 8
+    assert set(links) <= anchors
+    blocks = "\n".join(re.findall(r"^```\n(.*?)^```$", manual, re.M | re.S)).replace("\\\n", " ")
+    calls = [shlex.split(line, comments=True)[1:] for line in blocks.splitlines() if line.startswith("forefetch ")]
+    assert len(calls) >= 3
+    for call in calls:
+        cli.parser().parse_args([{"MODEL": "m", "HOST:50051": "h:1"}.get(word, word) for word in call])
+    kinds = {"deployment": "Deployment", "statefulset": "StatefulSet", "lease": "Lease"}
+    objects = {(thing["kind"], thing["metadata"]["name"]) for name in ("three-nodes", "planned") for thing in example(name)}
+    objects.add(("Lease", "demo-forefetch-expert-planner"))
+    named = re.findall(r"(deployment|statefulset|lease)[/ ](demo-[\w-]+)", manual)
+    assert len(named) > 5
+    for kind, name in named:
+        whole = f"{name}0" if name.endswith("-") else name  # followed by $replica
+        assert (kinds[kind], whole) in objects, name
 
 
 def test_the_dashboard_is_what_its_script_makes() -> None:
