@@ -112,7 +112,7 @@ class SlottedExperts(Experts):
             return [missing[place] for place in self.miss_times.on_host(counts, residency.prefetcher.copy_ns, under_way)]
 
         uses = uses_of(list(pairs.values()), rows)
-        return Visit(residency, key, list(pairs), uses, None if self._miss == "wait" else elsewhere)
+        return Visit(residency, key, list(pairs), uses, elsewhere if self._miss in ("cpu", "auto") else None)
 
     def _on_host(self, x: Tensor, weights: Tensor, numbers: Ints, experts: list[int]) -> OnHost | None:
         """Evaluates missing experts on the CPU while copies are under way."""
