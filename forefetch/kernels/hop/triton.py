@@ -144,9 +144,9 @@ def _turn(inbox, outbox, state, lock, patience_ns, LANE: tl.constexpr, ANSWER: t
             number = tl.load(state) + 1
             _await(inbox.to(tl.int64), number, state + 1, 1, patience_ns)
             tl.store(state, number)
-        began = cuda.globaltimer()
+        began = _now()
         held = tl.atomic_cas(lock, 0, 1, sem="acquire", scope="gpu")
-        while (held != 0) & (cuda.globaltimer() - began < patience_ns):
+        while (held != 0) & (_now() - began < patience_ns):
             held = tl.atomic_cas(lock, 0, 1, sem="acquire", scope="gpu")
         if held != 0:
             tl.atomic_cas(state + 1, 0, 2, sem="relaxed", scope="gpu")
@@ -157,14 +157,20 @@ def _await(flag, number, fault, blame, patience_ns):
     """Until the signal at `flag` has counted to `number`, for patience_ns at most; then `fault` becomes `blame`."""
     seen = _look(flag)
     broken = tl.load(fault, volatile=True)
-    began = cuda.globaltimer()
+    began = _now()
     late = False
     while (seen - number < 0) & (broken == 0) & (not late):
         seen = _look(flag)
         broken = tl.load(fault, volatile=True)
-        late = cuda.globaltimer() - began > patience_ns
+        late = _now() - began > patience_ns
     if (seen - number < 0) & (broken == 0):
         tl.atomic_cas(fault, 0, blame, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _now():
+    """Nanoseconds."""
+    return cuda.globaltimer()
 
 
 @triton.jit
