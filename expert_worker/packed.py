@@ -188,10 +188,12 @@ class PackedExperts:
             return
         from forefetch.kernels.hop.triton import turn
 
-        nothing = self.lock[:0]
-        turn(nothing, nothing, torch.zeros_like(self.lock).expand(2).contiguous(), self.lock, LOCK_NS, answer=False, wait=True)
-        yield
-        turn(nothing, nothing, self.lock, self.lock, LOCK_NS, answer=True, wait=False)
+        nothing, state = self.lock[:0], torch.zeros(2, dtype=torch.int32, device=self.lock.device)
+        turn(nothing, nothing, state, self.lock, LOCK_NS, answer=False, wait=True)
+        try:
+            yield
+        finally:
+            turn(nothing, nothing, state, self.lock, LOCK_NS, answer=True, wait=False)
 
     def hint(self, hint: ExpertHint, source: str = "") -> bool:
         """Whether the hint is about experts held here; there is nothing to fetch."""

@@ -10,14 +10,16 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar
 
-from forefetch.errors import ConfigError, Unavailable
+from forefetch.cluster_config import ClusterConfig
+from forefetch.errors import Unavailable
 from forefetch.process import Process
-from forefetch.settings import Config, child_environment, setting
+from forefetch.settings import child_environment
+
+__all__ = ["MALLOC", "Cluster", "ClusterConfig", "Extra"]
 
 OnLine = Callable[[str, str], None]
 OnLoading = Callable[[str, int, int], None]
@@ -31,118 +33,6 @@ STEADY_S = 60.0
 # glibc gives large blocks back to the kernel after every message and fetches them again for the next, page by page; with these
 # it keeps them. Measured on 1 MiB gRPC streams: 4.7 -> 2.2 ms.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "268435456", "MALLOC_TOP_PAD_": "16777216"}
-
-
-@dataclass(frozen=True)
-class ClusterConfig(Config):
-    """A cluster on this host: a router, expert workers and a KV service, each a process."""
-
-    PROG: ClassVar[str] = "forefetch up"
-    ENV: ClassVar[str] = "FOREFETCH_"
-
-    model: str = setting("", "Folder with the checkpoint: config.json, safetensors files, tokenizer.json.")
-    allow_synthetic: bool = setting(
-        False,
-        "Serve --model synthetic:NAME, a known model's shapes with random weights: for measuring, not for answers.",
-    )
-    workers: int = setting(
-        2,
-        """Expert workers. The routed experts are spread over them evenly; their number need not divide the experts. With
-        --link=local there are none: the router holds the experts itself.""",
-    )
-    device: str = setting(
-        "auto", "Where the router and the workers compute: cpu, cuda, cuda:1, or auto (cuda if there is one)."
-    )
-    link: str = setting(
-        "auto",
-        """How the router reaches its workers. auto takes shared memory where both see the same one, else gRPC; local puts the
-        experts into the router's own process; p2p has recorded steps cross between GPUs without the hosts, see --gpus.""",
-        choices=("auto", "local", "shm", "grpc", "p2p"),
-    )
-    gpus: str = setting(
-        "",
-        """GPUs of this node by number, as 0,1: the router computes on the first, each of the others has a worker, and recorded
-        steps cross between their memories (link p2p) where GPUs reach one another's. Instead of --workers and --device.""",
-    )
-    kv_format: str = setting(
-        "auto",
-        """How keys and values are kept. auto keeps them in the compute type. Smaller types, and sealed formats of 2 to 4 bits
-        with float16 outliers, sinks and tail, hold more tokens in the same memory and are named in every answer as an
-        approximation.""",
-        choices=("auto", "float32", "float16", "bfloat16", "e2m0", "asym2", "asym3", "mixed", "fp4"),
-    )
-    slots: str = setting(
-        "100%",
-        """Experts that each worker keeps on its device at once: a count, or a percentage of those it holds. Others wait in host
-        memory and are copied when they are needed.""",
-    )
-    placement: str = setting(
-        "", "Placement file that `forefetch place` made: which worker holds which experts. Unset: equal parts."
-    )
-    experts: str = setting(
-        "stored",
-        """How experts wait in host memory. stored: as in the checkpoint. int8 and int4 take less memory and less time to copy,
-        round weights, and are named in every answer as an approximation.""",
-        choices=("stored", "int8", "int4"),
-    )
-    hints: str = setting(
-        "auto",
-        """Naming the experts of later layers to workers ahead of time. auto: when that is measured to pay.
-        The router's --help says more.""",
-        choices=("auto", "plain", "attention", "off"),
-    )
-    port: int = setting(50051, "Port of the router on loopback; 0 takes a free one.")
-    listen: str = setting(
-        "", "host:port where the router listens, instead of --port on loopback. Its own settings say who may call then."
-    )
-    inherit: bool = setting(
-        False,
-        """Router and workers take their settings from their own variables (FOREFETCH_ROUTER_..., FOREFETCH_EXPERT_...), as
-        services of a pod do; only addresses, devices, shards, the link and --drain-s come from here.""",
-    )
-    drain_s: float = setting(30.0, "Seconds that running requests get to finish when the cluster is stopped.")
-    metrics_port: int = setting(0, "Port on loopback for the router's /metrics (Prometheus). 0: not served.")
-    kv: bool = setting(True, "Start a KV service, which keeps sealed KV blocks beyond the router's life.")
-    kv_dir: str = setting("", "Folder where the KV service keeps blocks and sessions beyond its own life. Unset: in memory.")
-    otlp_endpoint: str = setting("", "host:port of an OTLP/gRPC collector for spans of all services. Unset: no spans are sent.")
-    start_s: float = setting(600.0, "Seconds that the services get to load and become ready.")
-
-    def validate(self) -> None:
-        """Raises ConfigError naming the bad setting."""
-        super().validate()
-        if not self.model:
-            raise ConfigError("--model: name the folder of a checkpoint")
-        if not self.model.startswith("synthetic:") and not (Path(self.model) / "config.json").is_file():
-            raise ConfigError(f"--model: {self.model} holds no config.json")
-        if self.workers < 1:
-            raise ConfigError("--workers: at least 1")
-        self.resolved()
-        for name, port in (("--port", self.port), ("--metrics-port", self.metrics_port)):
-            if not 0 <= port <= 65535:
-                raise ConfigError(f"{name}: must be within 0 and 65535")
-
-    @property
-    def gpu_numbers(self) -> tuple[int, ...]:
-        """Those of --gpus. ConfigError unless they are at least two, all different."""
-        parts = [part.strip() for part in self.gpus.split(",") if part.strip()]
-        if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts) or len(parts) == 1:
-            raise ConfigError("--gpus: must be two or more different numbers like 0,1")
-        return tuple(map(int, parts))
-
-    def resolved(self) -> ClusterConfig:
-        """With --gpus spelled out: how many workers there are, and over which link."""
-        gpus = self.gpu_numbers
-        if not gpus:
-            return self
-        if self.device != "auto":
-            raise ConfigError("--gpus and --device: --gpus says where everything computes")
-        if self.link == "local":
-            raise ConfigError("--gpus and --link local: local has everything on one GPU, named by --device")
-        return replace(self, workers=len(gpus) - 1, link="p2p" if self.link == "auto" else self.link)
-
-    def device_of(self, place: int) -> str:
-        """The device of the router (0) or of worker place - 1."""
-        return f"cuda:{self.gpu_numbers[place]}" if self.gpus else self.device
 
 
 @dataclass(frozen=True)
@@ -224,6 +114,7 @@ class Cluster:
 
     def _spawn(self, name: str, module: str, flags: Sequence[str], threads: int, listen: str = "127.0.0.1:0") -> None:
         environment = _environment(threads, alone=self.config.link == "local")
+        environment |= self.config.visible(environment.get("CUDA_VISIBLE_DEVICES"))
         process = Process(name, module, flags, environment, listen=listen, on_line=self._on_line, on_loading=self._on_loading)
         self.processes[name] = process
         self._watched[name] = _Watched()

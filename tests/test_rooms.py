@@ -33,6 +33,7 @@ TORCHLESS = (
     "client",
     "cli",
     "cluster",
+    "cluster_config",
     "process",
     "child",
 )

@@ -262,11 +262,15 @@ def test_bad_settings_are_named(change: dict[str, object], message: str, stand_i
 def test_gpus_by_number_make_workers_on_their_own(config: ClusterConfig) -> None:
     with Cluster.start(ClusterConfig(model=config.model, port=0, kv=False, gpus="2,0,5")) as cluster:
         assert list(cluster.processes) == ["worker-0", "worker-1", "router"]
-        assert "--device=cuda:0" in loading_line(cluster.processes["worker-0"])
-        assert "--device=cuda:5" in loading_line(cluster.processes["worker-1"])
+        assert "--device=cuda:1" in loading_line(cluster.processes["worker-0"])
+        assert "--device=cuda:2" in loading_line(cluster.processes["worker-1"])
         line = loading_line(cluster.processes["router"])
-        assert "--device=cuda:2" in line
+        assert "--device=cuda:0" in line
         assert "--link=p2p" in line
+    assert cluster.config.visible(None) == {"CUDA_VISIBLE_DEVICES": "2,0,5"}
+    assert cluster.config.visible("GPU-a,GPU-b,3,4,5,6") == {"CUDA_VISIBLE_DEVICES": "3,GPU-a,6"}
+    with pytest.raises(ConfigError, match="2 are visible"):
+        cluster.config.visible("0,1")
 
 
 @pytest.mark.parametrize(

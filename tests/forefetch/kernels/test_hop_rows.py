@@ -138,3 +138,12 @@ def test_a_worker_counts_calls_and_holds_the_lock_between() -> None:
     hop.turn(asked, answered, state, lock, SECOND, answer=True, wait=False)
     asked[0] = 3
     assert int(answered) == 2, "nobody answers behind a fault"
+
+
+def test_the_lock_can_be_taken_without_a_lane() -> None:
+    lock = torch.zeros(1, dtype=torch.int32)
+    nothing, state = lock[:0], torch.zeros(2, dtype=torch.int32)
+    hop.turn(nothing, nothing, state, lock, SECOND, answer=False, wait=True)
+    assert int(lock) == 1
+    hop.turn(nothing, nothing, state, lock, SECOND, answer=True, wait=False)
+    assert (int(lock), state.tolist()) == (0, [0, 0])
