@@ -1,200 +1,109 @@
-"""Decode steps of a large model on one GPU: step time by batch and context, split by stage, beside the byte limit.
+"""Decode steps of a large model on one GPU, by batch, context, KV format and form of the experts, beside the byte limit.
 
-    python -m benchmarks.decode --model synthetic:qwen3-30b-a3b --experts int4 --batch 1,16,64 --context 4096
+    python -m benchmarks.decode --experts int4 --kv e2m0 --batch 1,16,64 --context 4096
+    python -m benchmarks.decode --all --peer --write        (what results.csv and the README have; about 150 s on an H200)
 
-Runs the router's own step (buffers, captured decoder, sampling, one synchronisation) without its API, on a cache filled with
-random keys and values. `--peer` also times transformers' own model of the same sizes in bfloat16, eager, its experts as it
-chooses, on the same cache lengths. The byte limit is what a step must read (weights of the experts touched, trunk, KV) over the
-copy bandwidth measured in the same run.
+Runs the router's engine (scheduler, buffers, captured decoder, sampling, publishing) without its API, on a cache filled with
+random keys and values. Told are the time between two tokens of a stream, which is what users see, and the time from planning a
+step to its tokens, which is longer where steps run ahead. The byte limit is what a step must read (weights of the experts
+touched, trunk, KV) over the copy bandwidth measured in the same run. `--peer` times transformers' own model of the same sizes
+in bfloat16, eager, on the same cache lengths.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from benchmarks.decode_rig import PAGE, Measured, Rig, bandwidth, collect, peer, profile
 from benchmarks.results import Row, append
-from expert_worker.client import resident
-from forefetch.kernels.kv_codec import KvFormat, seal
-from forefetch.shapes import synthetic_config
-from forefetch.spec import ModelSpec
-from forefetch.synthetic import open_model
-from router_service.admission import Admitted, SamplingParams
-from router_service.cache import KvCache
-from router_service.captured import CapturedTrunk
-from router_service.layouts import LayoutBuffers
-from router_service.pages import PagePool
-from router_service.sampling import sample
-from router_service.scheduler import Chunk, Plan, Request
-from router_service.sealed import SealedCache
-from router_service.trunk import Cache, Trunk
-
-PAGE = 128
+from forefetch.telemetry.ring import Timings
 
 
-@dataclass
-class Rig:
-    """A trunk, its experts and a cache for `tokens` tokens in all."""
+@dataclass(frozen=True)
+class Case:
+    """One cell of the sweep."""
 
-    model: str
     experts: str
     kv: str
-    max_batch: int
+    batch: int
     context: int
-    tokens: int
-    host: list[tuple[float, ...]] = field(default_factory=list)  # seconds of each step: filling, launching, waiting
 
-    def __post_init__(self) -> None:
-        device = torch.device("cuda")
-        self.spec, checkpoint = open_model(self.model, allow_synthetic=True)
-        self.pages = 1 + self.tokens // PAGE + self.max_batch
-        cache = self._cache(device)
-        began = time.perf_counter()
-        self.trunk = Trunk(self.spec, checkpoint, cache, dtype=torch.bfloat16, device=device)
-        self.resident = resident(self.spec, checkpoint, self.experts, device=device, dtype=torch.bfloat16, max_rows=512)
-        size = self.resident.weight_bytes / 1e9
-        print(f"{self.model}: weights made in {time.perf_counter() - began:.1f} s, experts {size:.1f} GB")
-
-    def _cache(self, device: torch.device) -> Cache:
-        """Random keys and values, sealed if the format says so: 32 different pages over and over."""
-        if self.kv == "bfloat16":
-            cache = KvCache(self.spec, pages=self.pages, page_size=PAGE, dtype=torch.bfloat16, device=device)
-            for pool in (*cache.k, *cache.v):
-                pool.normal_()
-            return cache
-        format = KvFormat(self.kv, head_dim=self.spec.head_dim, thirds=16 if self.kv == "mixed" else 0)
-        sealed = SealedCache(self.spec, format, pages=self.pages, lanes=self.max_batch, max_rows=512, device=device)
-        drawn = torch.randn(2, 32, PAGE, self.spec.head_dim, device=device)
-        blobs = seal(drawn[0], drawn[1], format)
-        for page in range(self.pages):
-            sealed.pages[:, :, page] = blobs[page % 32]
-        sealed.tails.normal_()
-        sealed.sinks.normal_()
-        return sealed
-
-    def requests(self, batch: int, context: int) -> list[Request]:
-        """`batch` requests with `context` committed tokens each."""
-        pool, draw, made = PagePool(self.pages), np.random.default_rng(0), []
-        for key in range(batch):
-            tokens = draw.integers(0, self.spec.vocab_size, context + 1).tolist()
-            admitted = Admitted(tuple(tokens), 1 << 20, True, SamplingParams(), (), frozenset(), "bench")
-            request = Request(key, str(key), tuple(tokens), admitted, 0.0, computed=context)
-            request.lane, request.pages = key, pool.allocate(-(-(context + PAGE) // PAGE)) or ()
-            made.append(request)
-        return made
-
-    def captured(self, batch: int) -> CapturedTrunk:
-        """Recorded for `batch` rows."""
-        pages = -(-(self.context + PAGE) // PAGE)
-        buffers = LayoutBuffers(
-            max_tokens=batch,
-            max_batch=batch,
-            max_pages=pages,
-            page_size=PAGE,
-            device=torch.device("cuda"),
-            buckets=(batch,),
-            chunk_rows=(),
-        )
-        trunk = CapturedTrunk(self.trunk, self.resident, buffers)
-        trunk.warm_up()
-        self.buffers = buffers
-        return trunk
+    def __str__(self) -> str:
+        return f"{self.experts} experts, {self.kv} KV, batch {self.batch}, context {self.context}"
 
 
-def steps(rig: Rig, batch: int, context: int, count: int) -> Iterator[float]:
-    """Seconds of each of `count` steps, from the plan to the tokens on the host."""
-    requests, trunk, greedy = rig.requests(batch, context), rig.captured(batch), [SamplingParams()] * batch
-    for step in range(count):
-        began = time.perf_counter()
-        plan = Plan(tuple(Chunk(request, request.computed, 1) for request in requests), ())
-        filled = rig.buffers.fill(step, plan)
-        placed = time.perf_counter()
-        logits = trunk.forward(filled, None, None)  # type: ignore[arg-type]
-        launched = time.perf_counter()
-        sampled = sample(logits, greedy, [len(request.tokens) for request in requests])
-        rig.trunk.cache.commit(filled)
-        yield (ended := time.perf_counter()) - began
-        rig.host.append((placed - began, launched - placed, ended - launched))
-        for request, token in zip(requests, sampled.ids, strict=True):
-            if request.computed + 1 < context + PAGE:
-                request.tokens.append(token)
-                request.computed += 1
+def percentiles(values: list[float]) -> tuple[float, float]:
+    """p50 and p99."""
+    return float(np.percentile(values, 50)), float(np.percentile(values, 99))
 
 
-def profile(rig: Rig, batch: int, context: int, top: int = 16) -> None:
-    """Prints the kernels of a replayed step by their time, microseconds per step."""
-    times = steps(rig, batch, context, 24)
-    for _ in range(8):
-        next(times)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        for _ in range(8):
-            next(times)
-    kernels = sorted(seen.key_averages(), key=lambda kernel: -kernel.device_time_total)
-    total, launches = (sum(values) / 8 for values in zip(*((k.device_time_total, k.count) for k in kernels), strict=True))
-    print(f"  {total:9.0f} us in kernels, {launches:.0f} launches")
-    for kernel in kernels[:top]:
-        print(f"  {kernel.device_time_total / 8:9.0f} us {kernel.count / 8:6.0f} x {kernel.key[:90]}")
+def parts(timings: list[Timings]) -> str:
+    """A step's parts, as the engine's own telemetry has them, milliseconds."""
+    fields = ("attention_ns", "gate_ns", "link_ns", "combine_ns", "sampling_ns")
+    shares = (float(np.median([getattr(each, name) for each in timings])) / 1e6 for name in fields)
+    names = ("attention", "gate", "experts", "combine", "rest")
+    return ", ".join(f"{name} {value:.2f}" for name, value in zip(names, shares, strict=True))
 
 
-def bandwidth() -> float:
-    """Bytes per second of a large copy, read and write counted."""
-    a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    b = torch.empty_like(a)
-    best = 0.0
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        b.copy_(a)
-        end.record()
-        end.synchronize()
-        best = max(best, 2 * a.numel() / (start.elapsed_time(end) / 1e3))
-    return best
+def rows_of(what: str, found: Measured, limit: float) -> list[Row]:
+    """What results.csv is told of a cell."""
+    (p50, p99), (latency, _) = percentiles(found.gaps), percentiles(found.latency)
+    figures = {"p50": p50, "p99": p99, "plan to token p50": latency, "byte limit": limit}
+    return [Row("decode", what, name, value, "ms") for name, value in figures.items()]
 
 
-def step_bytes(rig: Rig, batch: int, context: int) -> float:
-    """What one step has to read: trunk, the experts that `batch` rows with independent choices touch, K and V."""
-    spec = rig.spec
-    parts = [part for layer in rig.trunk.layers for part in vars(layer).values() if isinstance(part, torch.Tensor)]
-    trunk = sum(part.numel() * part.element_size() for part in [*parts, rig.trunk.head])
-    touched = spec.num_experts * (1 - (1 - spec.top_k / spec.num_experts) ** batch)
-    experts = len(spec.moe_layers) * touched * rig.resident.expert_bytes
-    return trunk + experts + batch * context / PAGE * rig.trunk.cache.block_bytes
+def cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    """The cells asked for, so that experts change least often, then caches."""
+    for experts in arguments.experts.split(","):
+        for kv in arguments.kv.split(","):
+            for context in map(int, arguments.context.split(",")):
+                for batch in map(int, arguments.batch.split(",")):
+                    yield Case(experts, kv, batch, context)
 
 
-def peer(spec: ModelSpec, config: dict[str, Any], batches: list[int], context: int) -> Iterator[tuple[int, list[float]]]:
-    """(batch, seconds of steps) of transformers on the same sizes, weights left as allocated."""
-    import transformers
-    from transformers.initialization import no_init_weights
+def pages_of(case: Case, steps: int) -> int:
+    """Pages that its requests reserve."""
+    return 1 + case.batch * -(-(case.context + steps + 16) // PAGE)
 
-    values = {key: value for key, value in config.items() if key != "model_type"}
-    built = transformers.AutoConfig.for_model(config["model_type"], **values)
-    with torch.device("cuda"), no_init_weights():
-        model = transformers.AutoModelForCausalLM.from_config(built, dtype=torch.bfloat16).eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.02)
-    for batch in batches:
-        cache = transformers.DynamicCache(config=built)
-        shape = (batch, spec.kv_heads, context, spec.head_dim)
-        for layer in range(spec.layers):
-            cache.update(*(torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)), layer)
-        ids, times = torch.zeros(batch, 1, dtype=torch.long, device="cuda"), []
-        with torch.inference_mode():
-            for _ in range(12):
-                began = time.perf_counter()
-                ids = model(ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
-                ids.tolist()
-                times.append(time.perf_counter() - began)
-        yield batch, times[4:]
-        del cache
-        gc.collect()
-        torch.cuda.empty_cache()
+
+def fits(rig: Rig, case: Case, steps: int) -> bool:
+    """Whether its cache leaves room for the rest; 64 streams of 32k tokens in 16 bits are 206 GB."""
+    if case.kv != "bfloat16":
+        return True
+    needed = pages_of(case, steps) * rig.spec.kv_bytes_per_token(2) * PAGE
+    experts = rig.experts.weight_bytes if rig.experts is not None else 0
+    return bool(needed + experts < torch.cuda.mem_get_info()[1] - (12 << 30))
+
+
+def sweep(rig: Rig, wanted: list[Case], arguments: argparse.Namespace, speed: float) -> Iterator[Row]:
+    """Measures all cells, printing as it goes."""
+    held: tuple[str, str] = ("", "")
+    for case in wanted:
+        if case.experts != held[0]:
+            rig.put_experts(case.experts)
+            held = (case.experts, "")
+            print(f"{case.experts} experts: {rig.experts.weight_bytes / 1e9:.1f} GB", flush=True)
+        alike = [c for c in wanted if (c.experts, c.kv) == (case.experts, case.kv) and fits(rig, c, arguments.steps)]
+        if case not in alike:
+            print(f"{case}: its cache does not fit", flush=True)
+            continue
+        if case.kv != held[1]:
+            most = max(pages_of(c, arguments.steps) for c in alike)
+            rig.put_cache(case.kv, most, max(c.batch for c in alike))
+            held = (case.experts, case.kv)
+        found = rig.measure(case.batch, case.context, arguments.steps, ahead=not arguments.in_turn)
+        limit = rig.step_bytes(case.batch, case.context) / speed * 1e3
+        (p50, p99), (latency, _) = percentiles(found.gaps), percentiles(found.latency)
+        print(f"{case}: p50 {p50:.2f} ms, p99 {p99:.2f} ms, plan to token {latency:.2f} ms, bytes allow {limit:.2f} ms")
+        print(f"  {parts(found.timings)}", flush=True)
+        if arguments.profile:
+            profile(rig, case.batch, case.context)
+        yield from rows_of(f"{arguments.model} {case}", found, limit)
 
 
 def main() -> None:
@@ -204,38 +113,30 @@ def main() -> None:
     parser.add_argument("--experts", default="int4", help="how experts are stored: bfloat16, int8, int4")
     parser.add_argument("--kv", default="bfloat16", help="bfloat16, or a sealed format: e2m0, asym2, asym3, mixed, fp4")
     parser.add_argument("--batch", default="1,4,16,64")
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--peer", action="store_true", help="time transformers too")
+    parser.add_argument("--context", default="4096")
+    parser.add_argument("--steps", type=int, default=128, help="decode steps of a cell; a page is sealed every 128 tokens")
+    parser.add_argument("--all", action="store_true", help="int4 and bfloat16 experts, e2m0 and bfloat16 KV, 1k, 4k and 32k")
+    parser.add_argument("--in-turn", action="store_true", help="read each step before the next is launched")
+    parser.add_argument("--peer", action="store_true", help="time transformers too, at the first context but one")
     parser.add_argument("--profile", action="store_true", help="print each step's kernels")
     parser.add_argument("--write", action="store_true", help="append to results.csv")
     arguments = parser.parse_args()
-    batches = [int(part) for part in arguments.batch.split(",")]
-    speed, rows = bandwidth(), list[Row]()
+    if arguments.all:
+        arguments.experts, arguments.kv, arguments.context = "int4,bfloat16", "e2m0,bfloat16", "1024,4096,32768"
+    speed, wanted = bandwidth(), list(cases(arguments))
     print(f"copy bandwidth {speed / 1e12:.2f} TB/s")
-    rig = Rig(
-        arguments.model, arguments.experts, arguments.kv, max(batches), arguments.context, max(batches) * arguments.context
-    )
-    for batch in batches:
-        times = sorted(list(steps(rig, batch, arguments.context, arguments.steps))[8:])
-        p50, p99 = (times[int(share * (len(times) - 1))] * 1e3 for share in (0.5, 0.99))
-        limit = step_bytes(rig, batch, arguments.context) / speed * 1e3
-        print(f"batch {batch:3} context {arguments.context}: p50 {p50:.2f} ms, p99 {p99:.2f} ms, bytes allow {limit:.2f} ms")
-        fill, launch, wait = (float(np.median(part)) * 1e3 for part in zip(*rig.host[-arguments.steps // 2 :], strict=True))
-        print(f"  on the host: filling {fill:.2f} ms, launching {launch:.2f} ms, waiting and sampling {wait:.2f} ms")
-        if arguments.profile:
-            profile(rig, batch, arguments.context)
-        case = f"{arguments.model} {arguments.experts} experts, {arguments.kv} KV, batch {batch}, context {arguments.context}"
-        rows += [Row("decode", case, name, value, "ms") for name, value in (("p50", p50), ("p99", p99), ("byte limit", limit))]
+    rig = Rig(arguments.model)
+    rows = list(sweep(rig, wanted, arguments, speed))
     spec = rig.spec
     del rig
-    gc.collect()
-    torch.cuda.empty_cache()
+    collect()
     if arguments.peer:
-        for batch, seconds in peer(spec, synthetic_config(arguments.model), batches, arguments.context):
-            p50 = float(np.median(seconds)) * 1e3
-            print(f"transformers, bfloat16, batch {batch}: p50 {p50:.1f} ms")
-            rows.append(Row("decode", f"transformers bfloat16, batch {batch}, context {arguments.context}", "p50", p50, "ms"))
+        contexts = list(map(int, arguments.context.split(",")))
+        context = contexts[min(1, len(contexts) - 1)]
+        for batch, times in peer(spec, arguments.model, list(map(int, arguments.batch.split(","))), context):
+            p50 = float(np.median(times))
+            print(f"transformers, bfloat16, batch {batch}: p50 {p50:.1f} ms", flush=True)
+            rows.append(Row("decode", f"transformers bfloat16, batch {batch}, context {context}", "p50", p50, "ms"))
     if arguments.write:
         append(rows)
 

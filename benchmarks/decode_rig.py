@@ -1,0 +1,240 @@
+"""The router's engine over a large model on one GPU, with contexts that are already there: what `benchmarks.decode` times."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from expert_worker.client import resident
+from forefetch.kernels.kv_codec import KvFormat, seal
+from forefetch.settings import ServiceConfig
+from forefetch.shapes import synthetic_config
+from forefetch.spec import ModelSpec
+from forefetch.synthetic import open_model
+from forefetch.telemetry import names
+from forefetch.telemetry.book import RequestBook
+from forefetch.telemetry.metrics import new_registry
+from forefetch.telemetry.ring import StepRing, Timings
+from forefetch.telemetry.spans import Exporter
+from router_service.admission import Admitted, SamplingParams
+from router_service.answer import Answer
+from router_service.cache import KvCache
+from router_service.captured import CapturedTrunk
+from router_service.engine import Delivery, Engine, Parts
+from router_service.layouts import LayoutBuffers
+from router_service.pages import PagePool
+from router_service.recorder import Recorder
+from router_service.scheduler import Request, Scheduler
+from router_service.sealed import SealedCache
+from router_service.trunk import Cache, Trunk
+
+PAGE = 128
+
+
+class Workers:
+    """A table that is always complete: the experts are here."""
+
+    changed: Any = None
+
+    def refresh(self) -> bool:
+        """See router_service.workers."""
+        return True
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Milliseconds, one entry per step: between two deliveries of tokens, and from planning a step to delivering its tokens."""
+
+    gaps: list[float]
+    latency: list[float]
+    timings: list[Timings]
+
+
+@dataclass
+class Rig:
+    """The trunk of `model`, with experts and a cache that may be changed."""
+
+    model: str
+    spec: ModelSpec = field(init=False)
+    experts: Any = None
+    cache: Any = None
+    pages: int = 0
+
+    def __post_init__(self) -> None:
+        self.spec, self.checkpoint = open_model(self.model, allow_synthetic=True)
+        nothing = KvCache(self.spec, pages=2, page_size=PAGE, dtype=torch.bfloat16, device=torch.device("cuda"))
+        self.trunk = Trunk(self.spec, self.checkpoint, nothing, dtype=torch.bfloat16, device=torch.device("cuda"))
+
+    def put_experts(self, kind: Any) -> None:
+        """All experts on the device, stored as `kind`."""
+        self.experts = None
+        collect()
+        place = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "max_rows": 512}
+        self.experts = resident(self.spec, self.checkpoint, kind, **place)
+
+    def put_cache(self, kv: str, pages: int, lanes: int) -> None:
+        """Random keys and values in `pages` pages; sealed if `kv` is a sealed format: 32 different pages over and over."""
+        self.cache = self.trunk.cache = None  # type: ignore[assignment]
+        collect()
+        self.pages = pages
+        self.cache = self.trunk.cache = self._dense() if kv == "bfloat16" else self._sealed(kv, lanes)
+
+    def _dense(self) -> Cache:
+        cache = KvCache(self.spec, pages=self.pages, page_size=PAGE, dtype=torch.bfloat16, device=torch.device("cuda"))
+        for pool in (*cache.k, *cache.v):
+            pool.normal_()
+        return cache
+
+    def _sealed(self, kv: str, lanes: int) -> Cache:
+        device = torch.device("cuda")
+        format = KvFormat(kv, head_dim=self.spec.head_dim, thirds=32 if kv == "mixed" else 0)
+        sealed = SealedCache(self.spec, format, pages=self.pages, lanes=lanes, max_rows=512, device=device)
+        drawn = torch.randn(2, 32, PAGE, self.spec.head_dim, device=device)
+        blobs = seal(drawn[0], drawn[1], format)[torch.arange(self.pages, device=device) % 32]
+        for layer in sealed.pages:
+            layer.copy_(blobs.expand_as(layer))
+        sealed.tails.normal_()
+        sealed.sinks.normal_()
+        return sealed
+
+    def engine(self, batch: int, context: int, steps: int, *, ahead: bool, sink: list[int]) -> Engine:
+        """An engine in which `batch` requests with about `context` committed tokens each are about to decode."""
+        device, width = torch.device("cuda"), -(-(context + PAGE + steps) // PAGE)
+        shape = {"max_batch": batch, "max_pages": width, "page_size": PAGE, "device": device}
+        buffers = LayoutBuffers(max_tokens=batch, **shape, buckets=(batch,), chunk_rows=())
+        model = CapturedTrunk(self.trunk, self.experts, buffers)
+        model.ahead = ahead  # type: ignore[misc]
+        model.warm_up()
+        ring, registry = StepRing(64, self.spec.layers, 1), new_registry()
+        book = RequestBook(ring, 16)
+        exporter = Exporter(ServiceConfig(), names.SERVICE_ROUTER, book=book)
+        recorder = Recorder(ring, book, model="bench", registry=registry, exporter=exporter)
+        recent = self.cache.format.recent if isinstance(self.cache, SealedCache) else 0
+        limits = {"page_size": PAGE, "max_batch": batch, "max_step_tokens": batch + 1, "max_waiting": batch}
+        scheduler = Scheduler(PagePool(self.pages), **limits, recent=recent)
+
+        def deliver(events: list[Delivery]) -> None:
+            if events:
+                sink.append(time.perf_counter_ns())
+
+        parts = Parts(model, buffers, None, Workers(), scheduler, recorder)  # type: ignore[arg-type]
+        engine = Engine(parts, deliver, worker_grace_s=1.0)
+        self._requests(engine, batch, context, steps)
+        return engine
+
+    def _requests(self, engine: Engine, batch: int, context: int, steps: int) -> None:
+        """Lengths are spread over a page, as those of strangers are: pages are sealed now and then, not all in one step."""
+        draw, scheduler = np.random.default_rng(0), engine.parts.scheduler
+        for key in range(batch):
+            length = context - PAGE * key // batch
+            tokens = tuple(draw.integers(0, self.spec.vocab_size, length + 1).tolist())
+            admitted = Admitted(tokens, steps, False, SamplingParams(), (), frozenset(), "bench")
+            request = Request(key, str(key), tokens[:-1], admitted, 0.0, known=tokens[-1:])
+            engine.parts.recorder.arrive(request, None, names.TEXT_COMPLETION)
+            engine.submit(Answer(request, None), key)
+        scheduler.admit(0.0)
+        for request in scheduler.running:
+            request.resume_at(len(request.tokens) - 1)
+
+    def measure(self, batch: int, context: int, steps: int, *, ahead: bool = True, warm: int = 8) -> Measured:
+        """`steps` decode steps behind `warm` others."""
+        delivered, planned, latency, timings = list[int](), dict[int, int](), list[float](), list[Timings]()
+        engine = self.engine(batch, context, steps + warm + 4, ahead=ahead, sink=delivered)
+        landed = 0
+        gc.collect()
+        gc.disable()
+        try:
+            while len(delivered) < steps + warm:
+                planned[engine._step] = time.perf_counter_ns()
+                engine.step()
+                while landed < len(delivered):
+                    latency.append((delivered[landed] - planned.pop(landed)) / 1e6)
+                    record = engine.parts.recorder.ring.read(landed)
+                    timings += [record.timings] if record is not None else []
+                    landed += 1
+        finally:
+            gc.enable()
+        torch.cuda.synchronize()
+        gaps = [(b - a) / 1e6 for a, b in zip(delivered[warm:], delivered[warm + 1 :], strict=False)]
+        return Measured(gaps, latency[warm:], timings[warm:])
+
+    def step_bytes(self, batch: int, context: int) -> float:
+        """What a step has to read: trunk, the experts that `batch` rows with independent choices touch, K and V."""
+        spec = self.spec
+        parts = [part for layer in self.trunk.layers for part in vars(layer).values() if isinstance(part, torch.Tensor)]
+        trunk = sum(part.numel() * part.element_size() for part in [*parts, self.trunk.head])
+        touched = spec.num_experts * (1 - (1 - spec.top_k / spec.num_experts) ** batch)
+        experts = len(spec.moe_layers) * touched * self.experts.expert_bytes
+        return float(trunk + experts + batch * context / PAGE * self.cache.block_bytes)
+
+
+def profile(rig: Rig, batch: int, context: int, top: int = 16) -> None:
+    """Prints the kernels of a step by their time, microseconds per step."""
+    engine = rig.engine(batch, context, 64, ahead=True, sink=[])
+    for _ in range(8):
+        engine.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(16):
+            engine.step()
+        torch.cuda.synchronize()
+    kernels = sorted(seen.key_averages(), key=lambda kernel: -kernel.device_time_total)
+    total, launches = (sum(values) / 16 for values in zip(*((k.device_time_total, k.count) for k in kernels), strict=True))
+    print(f"  {total:9.0f} us in kernels, {launches:.0f} launches")
+    for kernel in kernels[:top]:
+        print(f"  {kernel.device_time_total / 16:9.0f} us {kernel.count / 16:6.1f} x {kernel.key[:90]}")
+
+
+def collect() -> None:
+    """What nobody holds any more leaves the device."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def bandwidth() -> float:
+    """Bytes per second of a large copy, read and write counted."""
+    a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    best = 0.0
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        b.copy_(a)
+        end.record()
+        end.synchronize()
+        best = max(best, 2 * a.numel() / (start.elapsed_time(end) / 1e3))
+    return best
+
+
+def peer(spec: ModelSpec, model: str, batches: list[int], context: int) -> Iterator[tuple[int, list[float]]]:
+    """(batch, milliseconds of steps) of transformers on the same sizes, random weights, its experts as it chooses."""
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    config = synthetic_config(model)
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    built = transformers.AutoConfig.for_model(config["model_type"], **values)
+    with torch.device("cuda"), no_init_weights():
+        twin = transformers.AutoModelForCausalLM.from_config(built, dtype=torch.bfloat16).eval()
+    for parameter in twin.parameters():
+        parameter.data.normal_(std=0.02)
+    for batch in batches:
+        cache = transformers.DynamicCache(config=built)
+        shape = (batch, spec.kv_heads, context, spec.head_dim)
+        for layer in range(spec.layers):
+            cache.update(*(torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)), layer)
+        ids, times = torch.zeros(batch, 1, dtype=torch.long, device="cuda"), []
+        with torch.inference_mode():
+            for _ in range(12):
+                began = time.perf_counter()
+                ids = twin(ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+                ids.tolist()
+                times.append((time.perf_counter() - began) * 1e3)
+        yield batch, times[4:]
+        del cache
+        collect()
