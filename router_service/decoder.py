@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
+from forefetch.kernels.few_rows import few_rows, logits
 from forefetch.kernels.norm import add_rms_norm
 from forefetch.kernels.qkv import HeadNorms
 from forefetch.wire import Verified
@@ -84,9 +85,9 @@ class Decoder:
         x, h = add_rms_norm(x, None, trunk.layers[0].input_norm, spec.rms_eps)
         for index, layer in enumerate(trunk.layers):
             mark(index, 0)
-            qkv = self._shaped(layer, project(h, layer.qkv, layer.qkv_bias))
-            y = attention.decode(index, qkv, cos, sin, self._head_norms[index])
-            y = project(y.flatten(1), layer.o, layer.o_bias)
+            y = attention.decode(index, self._qkv(layer, h), cos, sin, self._head_norms[index])
+            y = y.flatten(1)
+            y = few_rows(y, layer.o) if layer.o_bias is None else project(y, layer.o, layer.o_bias)
             x, h = add_rms_norm(x, y, layer.post_norm, spec.rms_eps, spec.residual_multiplier)
             mark(index, 1)
             self.see(index, x)
@@ -94,13 +95,18 @@ class Decoder:
             x, h = add_rms_norm(x, y, following[index], spec.rms_eps, spec.residual_multiplier)
             mark(index, 4)
         self.experts.settle(idle)
-        logits = linear(h if batch.chunked is None else h[batch.logit_rows], trunk.head)
-        return logits.float() / spec.logits_divisor if spec.logits_divisor != 1.0 else logits
+        out = linear(h if batch.chunked is None else h[batch.logit_rows], trunk.head)
+        return out.float() / spec.logits_divisor if spec.logits_divisor != 1.0 else out
 
-    def _shaped(self, layer: Layer, qkv: Tensor) -> Tensor:
-        """What families do to whole projections before heads exist."""
+    def _qkv(self, layer: Layer, h: Tensor) -> Tensor:
+        """Normed rows h [T, H] -> their projections [T, (Hq + 2 Hkv) D], or shares of them; with what families do to whole
+        projections before heads exist."""
         spec = self.spec
-        if spec.qk_norm != "full" and spec.clip_qkv is None:
+        plain = spec.qk_norm != "full" and spec.clip_qkv is None
+        if plain and layer.qkv_bias is None:
+            return few_rows(h, layer.qkv, ahead=layer.o)
+        qkv = project(h, layer.qkv, layer.qkv_bias)
+        if plain:
             return qkv
         q, k, v = qkv.split_with_sizes([heads * spec.head_dim for heads in (spec.heads, spec.kv_heads, spec.kv_heads)], dim=-1)
         if spec.qk_norm == "full":
@@ -115,9 +121,9 @@ class Decoder:
             mark(index, 2)
             mark(index, 3)
             return layer.dense(h)
-        logits = linear(h, layer.gate)
+        choices = logits(h, layer.gate)
         mark(index, 2)
-        out = self.experts.route(index, h, logits)
+        out = self.experts.route(index, h, choices)
         mark(index, 3)
         if layer.shared is None or layer.shared_gate is None:
             return out

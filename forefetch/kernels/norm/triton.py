@@ -16,15 +16,18 @@ def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, alpha:
     for each in (x, weight, *([] if y is None else [y])):
         if each.stride(-1) != 1 or each.shape[-1] != hidden:
             raise ValueError(f"a tensor {tuple(each.shape)} with strides {each.stride()} is no row of {hidden}")
+    if y is not None and y.shape[-2] != rows:
+        raise ValueError(f"{tuple(y.shape)} does not fit {rows} rows")
     total = x if y is None else torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
     normed = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(hidden)
     other = x if y is None else y
     _add_rms_norm[(rows,)](
-        *(x, other, weight, total, normed, x.stride(0), other.stride(0), eps, alpha),
+        *(x, other, weight, total, normed, x.stride(0), other.stride(-2), other.stride(0), eps, alpha),
         HIDDEN=hidden,
         BLOCK=block,
         ADD=y is not None,
+        SHARES=len(other) if other.ndim == 3 else 1,
         **early(x),
         num_warps=min(8, max(1, block // 512)),
     )
@@ -33,8 +36,8 @@ def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, alpha:
 
 @triton.jit
 def _add_rms_norm(
-    x, y, weight, total, normed, x_stride, y_stride, eps, alpha,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    x, y, weight, total, normed, x_stride, y_stride, y_share, eps, alpha,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, SHARES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     released(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -42,8 +45,10 @@ def _add_rms_norm(
     inside = at < HIDDEN
     value = tl.load(x + row * x_stride + at, mask=inside, other=0.0)
     if ADD:
-        added = tl.load(y + row * y_stride + at, mask=inside, other=0.0)
-        value = (value.to(tl.float32) + alpha * added.to(tl.float32)).to(total.dtype.element_ty)
+        added = tl.load(y + row * y_stride + at, mask=inside, other=0.0).to(tl.float32)
+        for share in tl.static_range(1, SHARES):
+            added += tl.load(y + share * y_share + row * y_stride + at, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + alpha * added).to(total.dtype.element_ty)
         tl.store(total + row * HIDDEN + at, value, mask=inside)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / HIDDEN + eps)

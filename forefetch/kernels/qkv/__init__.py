@@ -38,7 +38,8 @@ def enter(
     """qkv [T, (Hq + 2 Hkv) D] -> q [T, Hq, D], normed and rotated; K and V go to caches [Hkv, N, D] at slots [T].
 
     cos, sin [T, 1, D] with both halves filled. Values saturate at +-limit, by default the cache's largest. Two rows may name
-    one slot only if nobody reads it (the scratch page).
+    one slot only if nobody reads it (the scratch page). qkv may be in shares [S, T, ...] (`kernels.few_rows`), which are added
+    up first, in their order; queries have the type of the tables.
     """
     if qkv.is_cuda:
         from forefetch.kernels.qkv import triton

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from forefetch.kernels.few_rows import shared
+
 if TYPE_CHECKING:
     from forefetch.kernels.qkv import HeadNorms
 
@@ -24,6 +26,7 @@ def enter(
 ) -> Tensor:
     """See the package."""
     kv_heads, _, dim = k_cache.shape
+    qkv = shared(qkv, cos.dtype)
     heads = qkv.view(len(qkv), -1, dim)
     q, k, v = heads[:, : -2 * kv_heads], heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:]
     if norms is not None:

@@ -30,13 +30,13 @@ def enter(
     limit: float | None = None,
 ) -> Tensor:
     """See the package. ValueError for shapes and strides that the kernel does not read."""
-    (kv_heads, _, dim), rows = k_cache.shape, len(qkv)
-    heads = qkv.shape[1] // dim - 2 * kv_heads
-    if qkv.shape[1] % dim or heads < 1 or heads % kv_heads or v_cache.shape != k_cache.shape or dim % 2:
-        raise ValueError(f"rows of {qkv.shape[1]} do not fit caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)}")
+    (kv_heads, _, dim), (rows, width) = k_cache.shape, qkv.shape[-2:]
+    heads = width // dim - 2 * kv_heads
+    if width % dim or heads < 1 or heads % kv_heads or v_cache.shape != k_cache.shape or dim % 2:
+        raise ValueError(f"rows of {width} do not fit caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)}")
     if not (qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()) or k_cache.stride() != v_cache.stride():
         raise ValueError("qkv, cos and sin must be contiguous, and both caches of one layout")
-    q = torch.empty((rows, heads, dim), dtype=qkv.dtype, device=qkv.device)
+    q = torch.empty((rows, heads, dim), dtype=cos.dtype, device=qkv.device)
     weights = (norms.q, norms.k, norms.eps) if norms else (qkv, qkv, 0.0)
     _enter[(rows, heads + 2 * kv_heads)](
         *(qkv, cos, sin, *weights, slots, k_cache, v_cache, q, k_cache.stride(0), k_cache.stride(1)),
@@ -46,6 +46,7 @@ def enter(
         HALF=dim // 2,
         BLOCK=triton.next_power_of_2(dim // 2),
         NORM=norms is not None,
+        SHARES=len(qkv) if qkv.ndim == 3 else 1,
         **early(qkv),
         num_warps=1,
     )
@@ -53,10 +54,13 @@ def enter(
 
 
 @triton.jit
-def _halves(x, weight, inside, at, eps, HALF: tl.constexpr, NORM: tl.constexpr):
-    """Both halves of the head at x, normed if asked, in float32."""
+def _halves(x, weight, inside, at, share, eps, HALF: tl.constexpr, NORM: tl.constexpr, SHARES: tl.constexpr):
+    """Both halves of the head at x, its shares added up, normed if asked, in float32."""
     first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + HALF + at, mask=inside, other=0.0).to(tl.float32)
+    for other in tl.static_range(1, SHARES):
+        first += tl.load(x + other * share + at, mask=inside, other=0.0)
+        second += tl.load(x + other * share + HALF + at, mask=inside, other=0.0)
     if NORM:
         scale = tl.rsqrt((tl.sum(first * first) + tl.sum(second * second)) / (2 * HALF) + eps)
         first *= scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
@@ -75,7 +79,7 @@ def _put(to, value, inside, LIMIT: tl.constexpr):
 def _enter(
     qkv, cos, sin, q_weight, k_weight, eps, slots, k_cache, v_cache, q, cache_head, cache_slot,
     LIMIT: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, SHARES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head): query heads first, then those of K, then those of V."""
     released(PDL)
@@ -86,20 +90,21 @@ def _enter(
     c = tl.load(cos + row * dim + at, mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + row * dim + at, mask=inside, other=0.0).to(tl.float32)
     x = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * dim
+    share = tl.num_programs(0).to(tl.int64) * (HEADS + 2 * KV_HEADS) * dim
     if head < HEADS:
-        first, second = _halves(x, q_weight, inside, at, eps, HALF, NORM)
+        first, second = _halves(x, q_weight, inside, at, share, eps, HALF, NORM, SHARES)
         out = q + (row * HEADS + head) * dim + at  # not `to`: a name has one type in all branches, and caches may be of another
         tl.store(out, (first * c - second * s).to(q.dtype.element_ty), mask=inside)
         tl.store(out + HALF, (second * c + first * s).to(q.dtype.element_ty), mask=inside)
     else:
         slot = tl.load(slots + row).to(tl.int64) * cache_slot + at
         if head < HEADS + KV_HEADS:
-            first, second = _halves(x, k_weight, inside, at, eps, HALF, NORM)
+            first, second = _halves(x, k_weight, inside, at, share, eps, HALF, NORM, SHARES)
             to = k_cache + (head - HEADS).to(tl.int64) * cache_head + slot
             _put(to, first * c - second * s, inside, LIMIT)
             _put(to + HALF, second * c + first * s, inside, LIMIT)
         else:
-            first, second = _halves(x, k_weight, inside, at, eps, HALF, False)
+            first, second = _halves(x, k_weight, inside, at, share, eps, HALF, False, SHARES)
             to = v_cache + (head - HEADS - KV_HEADS).to(tl.int64) * cache_head + slot
             _put(to, first, inside, LIMIT)
             _put(to + HALF, second, inside, LIMIT)

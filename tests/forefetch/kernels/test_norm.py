@@ -59,3 +59,16 @@ def test_rows_of_a_wider_tensor(device: str) -> None:
     assert torch.equal(there, triton.add_rms_norm(wide[:, :96].contiguous(), None, weight, 1e-6, 1.0)[1])
     with pytest.raises(ValueError, match="no row"):
         triton.add_rms_norm(wide.t(), None, weight, 1e-6, 1.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_shares_are_added_up_first(device: str) -> None:
+    draw = torch.Generator().manual_seed(1)
+    x, y, weight = (torch.randn(s, generator=draw).to(device) for s in ((3, 96), (4, 3, 96), (96,)))
+    for run in (triton.add_rms_norm, ref.add_rms_norm):
+        s, n = run(x, y, weight, 1e-6, 0.5)
+        plain, normed = run(x, y.sum(0), weight, 1e-6, 0.5)
+        torch.testing.assert_close(s, plain)
+        torch.testing.assert_close(n, normed)
+    with pytest.raises(ValueError, match="rows"):
+        triton.add_rms_norm(x, y[:, :2], weight, 1e-6, 1.0)

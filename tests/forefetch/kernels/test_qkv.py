@@ -82,3 +82,16 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         triton.enter(qkv[:, :-1].contiguous(), cos, sin, None, slots, *caches(SHAPES[1], torch.float32, "cpu"))
     with pytest.raises(ValueError, match="contiguous"):
         triton.enter(qkv.repeat(1, 2)[:, : qkv.shape[1]], cos, sin, None, slots, *caches(SHAPES[1], torch.float32, "cpu"))
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_shares_are_added_up_first(device: str) -> None:
+    shape = SHAPES[1]
+    qkv, cos, sin, norms, slots = case(shape, torch.float32, device)
+    shares = torch.stack((qkv * 0.25, qkv * 0.5, qkv * 0.25))  # exact
+    for run in (triton.enter, ref.enter):
+        plain, summed = caches(shape, torch.float32, device), caches(shape, torch.float32, device)
+        expected = run(qkv, cos, sin, norms, slots, *plain)
+        torch.testing.assert_close(run(shares, cos, sin, norms, slots, *summed), expected)
+        torch.testing.assert_close(summed[0][:, slots], plain[0][:, slots])
+        torch.testing.assert_close(summed[1][:, slots], plain[1][:, slots])
