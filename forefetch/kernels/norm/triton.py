@@ -29,7 +29,7 @@ def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, alpha:
         ADD=y is not None,
         SHARES=len(other) if other.ndim == 3 else 1,
         **early(x),
-        num_warps=min(8, max(1, block // 512)),
+        num_warps=min(8, max(1, block // (512 if other.ndim == 2 else 256))),
     )
     return total, normed
 
