@@ -24,6 +24,10 @@ from benchmarks.results import Row, append
 from forefetch.telemetry.ring import Timings
 
 
+INTRUSION = 4096  # tokens of a prompt that enters while others decode, and their context
+INTRUDED = (1, 16)
+
+
 @dataclass(frozen=True)
 class Case:
     """One cell of the sweep."""
@@ -67,8 +71,8 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
 
 
 def pages_of(case: Case, steps: int) -> int:
-    """Pages that its requests reserve."""
-    return 1 + case.batch * -(-(case.context + steps + 16) // PAGE)
+    """Pages that its requests reserve, and an intruder's."""
+    return 1 + case.batch * -(-(case.context + max(steps, 128) + 16) // PAGE) + -(-INTRUSION // PAGE)
 
 
 def fits(rig: Rig, case: Case, steps: int) -> bool:
@@ -94,7 +98,7 @@ def sweep(rig: Rig, wanted: list[Case], arguments: argparse.Namespace, speed: fl
             continue
         if case.kv != held[1]:
             most = max(pages_of(c, arguments.steps) for c in alike)
-            rig.put_cache(case.kv, most, max(c.batch for c in alike))
+            rig.put_cache(case.kv, most, max(c.batch for c in alike) + 1)
             held = (case.experts, case.kv)
         found = rig.measure(case.batch, case.context, arguments.steps, ahead=not arguments.in_turn)
         limit = rig.step_bytes(case.batch, case.context) / speed * 1e3
@@ -104,6 +108,21 @@ def sweep(rig: Rig, wanted: list[Case], arguments: argparse.Namespace, speed: fl
         if arguments.profile:
             profile(rig, case.batch, case.context)
         yield from rows_of(f"{arguments.model} {case}", found, limit)
+        if arguments.prompt_rows and case.context == INTRUSION and case.batch in INTRUDED and case.experts == "int4":
+            yield from intrusions(rig, case, arguments)
+
+
+def intrusions(rig: Rig, case: Case, arguments: argparse.Namespace) -> Iterator[Row]:
+    """What running streams notice of a prompt that enters, by how many rows of it a step takes. Over sealed pages, where steps
+    with prompts are not recorded, only the most."""
+    wanted = [int(rows) for rows in arguments.prompt_rows.split(",")]
+    for rows in wanted if case.kv == "bfloat16" else [max(wanted)]:
+        gaps, first = rig.intrusion(case.batch, case.context, INTRUSION, rows)
+        p50, p99 = percentiles(gaps)
+        what = f"while a prompt of {INTRUSION} enters by {rows}"
+        print(f"  {what}: p50 {p50:.2f} ms, p99 {p99:.2f} ms, its first token after {first:.0f} ms", flush=True)
+        figures = {"p50": p50, "p99": p99, "its first token": first}
+        yield from (Row("decode", f"{arguments.model} {case}, {what}", name, value, "ms") for name, value in figures.items())
 
 
 def main() -> None:
@@ -116,6 +135,7 @@ def main() -> None:
     parser.add_argument("--context", default="4096")
     parser.add_argument("--steps", type=int, default=128, help="decode steps of a cell; a page is sealed every 128 tokens")
     parser.add_argument("--all", action="store_true", help="int4 and bfloat16 experts, e2m0 and bfloat16 KV, 1k, 4k and 32k")
+    parser.add_argument("--prompt-rows", default="", help="also time tokens while a prompt enters by so many rows: 64,512")
     parser.add_argument("--in-turn", action="store_true", help="read each step before the next is launched")
     parser.add_argument("--peer", action="store_true", help="time transformers too, at the first context but one")
     parser.add_argument("--profile", action="store_true", help="print each step's kernels")
@@ -123,6 +143,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.all:
         arguments.experts, arguments.kv, arguments.context = "int4,bfloat16", "e2m0,bfloat16", "1024,4096,32768"
+        arguments.prompt_rows = "64,128,512"
     speed, wanted = bandwidth(), list(cases(arguments))
     print(f"copy bandwidth {speed / 1e12:.2f} TB/s")
     rig = Rig(arguments.model)

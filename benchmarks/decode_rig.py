@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ from router_service.sealed import SealedCache
 from router_service.trunk import Cache, Trunk
 
 PAGE = 128
+MOST_ROWS = 1024
+INTRUDER = "intruder"
 
 
 class Workers:
@@ -75,7 +78,7 @@ class Rig:
         """All experts on the device, stored as `kind`."""
         self.experts = None
         collect()
-        place = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "max_rows": 512}
+        place = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "max_rows": MOST_ROWS}
         self.experts = resident(self.spec, self.checkpoint, kind, **place)
 
     def put_cache(self, kv: str, pages: int, lanes: int) -> None:
@@ -94,7 +97,7 @@ class Rig:
     def _sealed(self, kv: str, lanes: int) -> Cache:
         device = torch.device("cuda")
         format = KvFormat(kv, head_dim=self.spec.head_dim, thirds=32 if kv == "mixed" else 0)
-        sealed = SealedCache(self.spec, format, pages=self.pages, lanes=lanes, max_rows=512, device=device)
+        sealed = SealedCache(self.spec, format, pages=self.pages, lanes=lanes, max_rows=MOST_ROWS, device=device)
         drawn = torch.randn(2, 32, PAGE, self.spec.head_dim, device=device)
         blobs = seal(drawn[0], drawn[1], format)[torch.arange(self.pages, device=device) % 32]
         for layer in sealed.pages:
@@ -103,11 +106,16 @@ class Rig:
         sealed.sinks.normal_()
         return sealed
 
-    def engine(self, batch: int, context: int, steps: int, *, ahead: bool, sink: list[int]) -> Engine:
-        """An engine in which `batch` requests with about `context` committed tokens each are about to decode."""
+    def engine(
+        self, batch: int, context: int, steps: int, *, ahead: bool, sink: list[tuple[int, bool]], prompt_rows: int = 0
+    ) -> Engine:
+        """An engine in which `batch` requests with about `context` committed tokens each are about to decode. `sink` is told when
+        tokens came, nanoseconds, and whether the intruder's was among them. `prompt_rows` of a step are for prompts."""
         device, width = torch.device("cuda"), -(-(context + PAGE + steps) // PAGE)
-        shape = {"max_batch": batch, "max_pages": width, "page_size": PAGE, "device": device}
-        buffers = LayoutBuffers(max_tokens=batch, **shape, buckets=(batch,), chunk_rows=())
+        lanes = batch + (1 if prompt_rows else 0)
+        shape = {"max_batch": lanes, "max_pages": width, "page_size": PAGE, "device": device}
+        chunks = (prompt_rows,) if prompt_rows and isinstance(self.cache, KvCache) else ()
+        buffers = LayoutBuffers(max_tokens=lanes + prompt_rows, **shape, buckets=(lanes,), chunk_rows=chunks)
         model = CapturedTrunk(self.trunk, self.experts, buffers)
         model.ahead = ahead  # type: ignore[misc]
         model.warm_up()
@@ -116,12 +124,12 @@ class Rig:
         exporter = Exporter(ServiceConfig(), names.SERVICE_ROUTER, book=book)
         recorder = Recorder(ring, book, model="bench", registry=registry, exporter=exporter)
         recent = self.cache.format.recent if isinstance(self.cache, SealedCache) else 0
-        limits = {"page_size": PAGE, "max_batch": batch, "max_step_tokens": batch + 1, "max_waiting": batch}
+        limits = {"page_size": PAGE, "max_batch": lanes, "max_step_tokens": lanes + prompt_rows, "max_waiting": lanes}
         scheduler = Scheduler(PagePool(self.pages), **limits, recent=recent)
 
         def deliver(events: list[Delivery]) -> None:
             if events:
-                sink.append(time.perf_counter_ns())
+                sink.append((time.perf_counter_ns(), any(key == INTRUDER for key, _ in events)))
 
         parts = Parts(model, buffers, None, Workers(), scheduler, recorder)  # type: ignore[arg-type]
         engine = Engine(parts, deliver, worker_grace_s=1.0)
@@ -144,7 +152,7 @@ class Rig:
 
     def measure(self, batch: int, context: int, steps: int, *, ahead: bool = True, warm: int = 8) -> Measured:
         """`steps` decode steps behind `warm` others."""
-        delivered, planned, latency, timings = list[int](), dict[int, int](), list[float](), list[Timings]()
+        delivered, planned, latency, timings = list[tuple[int, bool]](), dict[int, int](), list[float](), list[Timings]()
         engine = self.engine(batch, context, steps + warm + 4, ahead=ahead, sink=delivered)
         landed = 0
         gc.collect()
@@ -154,15 +162,33 @@ class Rig:
                 planned[engine._step] = time.perf_counter_ns()
                 engine.step()
                 while landed < len(delivered):
-                    latency.append((delivered[landed] - planned.pop(landed)) / 1e6)
+                    latency.append((delivered[landed][0] - planned.pop(landed)) / 1e6)
                     record = engine.parts.recorder.ring.read(landed)
                     timings += [record.timings] if record is not None else []
                     landed += 1
         finally:
             gc.enable()
         torch.cuda.synchronize()
-        gaps = [(b - a) / 1e6 for a, b in zip(delivered[warm:], delivered[warm + 1 :], strict=False)]
-        return Measured(gaps, latency[warm:], timings[warm:])
+        return Measured(_gaps(delivered[warm:]), latency[warm:], timings[warm:])
+
+    def intrusion(self, batch: int, context: int, prompt: int, rows: int) -> tuple[list[float], float]:
+        """A prompt comes while `batch` streams decode, `rows` of it in a step -> milliseconds between the streams' tokens until
+        its own first one, and until that."""
+        delivered = list[tuple[int, bool]]()
+        engine = self.engine(batch, context, prompt // rows + 64, ahead=True, sink=delivered, prompt_rows=rows)
+        for _ in range(8):
+            engine.step()
+        came = len(delivered)
+        tokens = tuple(range(1000, 1000 + prompt))
+        admitted = Admitted(tokens, 1, False, SamplingParams(), (), frozenset(), INTRUDER)
+        request = Request(batch, INTRUDER, tokens, admitted, 0.0)
+        engine.parts.recorder.arrive(request, None, names.TEXT_COMPLETION)
+        began = time.perf_counter_ns()
+        engine.submit(Answer(request, None), INTRUDER)
+        while not delivered[-1][1]:
+            engine.step()
+        torch.cuda.synchronize()
+        return _gaps(delivered[came - 1 :]), (delivered[-1][0] - began) / 1e6
 
     def step_bytes(self, batch: int, context: int) -> float:
         """What a step has to read: trunk, the experts that `batch` rows with independent choices touch, K and V."""
@@ -172,6 +198,11 @@ class Rig:
         touched = spec.num_experts * (1 - (1 - spec.top_k / spec.num_experts) ** batch)
         experts = len(spec.moe_layers) * touched * self.experts.expert_bytes
         return float(trunk + experts + batch * context / PAGE * self.cache.block_bytes)
+
+
+def _gaps(delivered: list[tuple[int, bool]]) -> list[float]:
+    """Milliseconds between deliveries."""
+    return [(b - a) / 1e6 for (a, _), (b, _) in pairwise(delivered)]
 
 
 def profile(rig: Rig, batch: int, context: int, top: int = 16) -> None:

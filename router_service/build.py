@@ -166,6 +166,7 @@ def scheduler(config: RouterConfig, sizes: Sizes, placement: Placement) -> Sched
         max_step_tokens=config.max_step_tokens,
         max_waiting=config.max_waiting,
         recent=placement.sealed.recent if placement.sealed else 0,
+        prompt_rows=config.prompt_rows,
     )
 
 
@@ -199,7 +200,8 @@ def buffers(config: RouterConfig, sizes: Sizes, placement: Placement) -> StepBuf
     shape = {"max_tokens": config.max_step_tokens, "max_batch": config.max_batch, "max_pages": sizes.max_pages}
     recorded = lanes or (device.type == "cuda" and config.workers == "local")
     if recorded and buckets and config.graphs == "auto":
-        prompts = sorted({min(rows, config.max_step_tokens) for rows in (*PROMPT_ROWS, config.max_step_tokens)})
+        wanted = *PROMPT_ROWS, config.prompt_rows or config.max_step_tokens, config.max_step_tokens
+        prompts = sorted({min(rows, config.max_step_tokens) for rows in wanted})
         prompts = [] if placement.sealed else prompts  # chunks over sealed pages are planned on the host
         return LayoutBuffers(**shape, page_size=config.page_size, device=device, buckets=buckets, chunk_rows=prompts)
     paged = device.type == "cuda" and placement.sealed is None

@@ -157,6 +157,11 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
         time to the first token of long prompts and lengthen the steps that running streams share with them. Must
         exceed --max-batch.""",
     )
+    prompt_rows: int = setting(
+        0,
+        """Most prompt tokens in a step while others decode: the longest pause that a prompt brings to running streams. Fewer make
+        its own first token later. 0: whatever decoding leaves of --max-step-tokens.""",
+    )
     max_context: int = setting(
         0, """Most tokens of prompt plus answer. 0: what the model was made for. Larger than the model's is refused."""
     )
@@ -227,7 +232,15 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
         for name in (*positive, "trace_requests", "handover_mb"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be at least 1")
-        for name in ("max_context", "threads", "worker_grace_s", "start_timeout_s", "kv_fetch_s", "session_tail_mb"):
+        for name in (
+            "max_context",
+            "prompt_rows",
+            "threads",
+            "worker_grace_s",
+            "start_timeout_s",
+            "kv_fetch_s",
+            "session_tail_mb",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: must not be negative")
         if self.p2p_halves_from < 0 or self.p2p_halves_from == 1:

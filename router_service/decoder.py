@@ -104,7 +104,7 @@ class Decoder:
         spec = self.spec
         plain = spec.qk_norm != "full" and spec.clip_qkv is None
         if plain and layer.qkv_bias is None:
-            return few_rows(h, layer.qkv, ahead=layer.o)
+            return few_rows(h, layer.qkv)
         qkv = project(h, layer.qkv, layer.qkv_bias)
         if plain:
             return qkv

@@ -140,16 +140,26 @@ class Plan:
 class Scheduler:
     """The admission queue and the running batch. Not thread-safe: its owner locks.
 
-    `recent`: newest tokens that no block holds."""
+    `recent`: newest tokens that no block holds. `prompt_rows`: most prompt tokens of a step while anybody decodes; 0: what
+    decoding leaves of `max_step_tokens`."""
 
     def __init__(
-        self, pool: PagePool, *, page_size: int, max_batch: int, max_step_tokens: int, max_waiting: int, recent: int = 0
+        self,
+        pool: PagePool,
+        *,
+        page_size: int,
+        max_batch: int,
+        max_step_tokens: int,
+        max_waiting: int,
+        recent: int = 0,
+        prompt_rows: int = 0,
     ) -> None:
         self.pool = pool
         self.page_size = page_size
         self.recent = recent
         self.max_batch = max_batch
         self.max_step_tokens = max_step_tokens
+        self.prompt_rows = prompt_rows
         self.max_waiting = max_waiting
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -202,6 +212,8 @@ class Scheduler:
             if request.decoding:
                 decodes.append(Chunk(request, request.computed, 1))
         left -= len(decodes)
+        if decodes and self.prompt_rows:
+            left = min(left, self.prompt_rows)
         for request in ready:
             if not request.decoding and left > 0:
                 remaining = len(request.tokens) - request.computed

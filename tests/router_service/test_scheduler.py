@@ -130,3 +130,52 @@ def test_every_request_ends_with_all_its_tokens(sizes: list[tuple[int, int]], bu
             break
     assert [r.generated for r in requests] == [answer for _, answer in sizes]
     assert scheduler.pool.used == 0
+
+
+def test_prompts_take_few_rows_while_others_decode_and_all_they_can_get_otherwise() -> None:
+    scheduler = Scheduler(PagePool(33), page_size=PAGE, max_batch=4, max_step_tokens=16, max_waiting=3, prompt_rows=3)
+    scheduler.submit(request(1, prompt=20, max_tokens=3))
+    scheduler.admit(0.0)
+    assert run_step(scheduler) == [(1, 0, 16, False)]
+    scheduler.submit(request(2, prompt=7, max_tokens=1))
+    scheduler.admit(0.0)
+    assert run_step(scheduler) == [(1, 16, 4, True), (2, 0, 7, True)]  # nobody decodes yet
+    scheduler.submit(request(3, prompt=7, max_tokens=1))
+    scheduler.admit(0.0)
+    assert run_step(scheduler) == [(1, 20, 1, True), (3, 0, 3, False)]
+    assert run_step(scheduler) == [(1, 21, 1, True), (3, 3, 3, False)]
+    assert run_step(scheduler) == [(3, 6, 1, True)]
+
+
+def test_pages_of_an_ended_request_are_free_when_its_last_step_has_landed() -> None:
+    scheduler = make(max_batch=1)
+    scheduler.submit(request(1, prompt=5, max_tokens=9))
+    scheduler.admit(0.0)
+    plans = []
+    for _ in range(2):
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.advance(plan)
+        plans.append(plan)
+    assert [(c.start, c.count, c.samples) for plan in plans for c in plan.chunks] == [(0, 5, True), (5, 1, True)]
+    (one,) = scheduler.running
+    assert (one.computed, one.owed, one.in_flight, one.generated) == (6, 2, 2, 0)
+    scheduler.land(plans[0], [7])
+    one.cancelled = True
+    assert [r.key for r, _ in scheduler.reap(0.0)] == [1]
+    scheduler.submit(request(2))
+    assert not scheduler.admit(0.0)  # no lane
+    assert scheduler.pool.used == 4
+    scheduler.land(plans[1], [8], {one})
+    assert (scheduler.pool.used, one.tokens[5:]) == (0, [7])
+    assert [r.key for r in scheduler.admit(0.0)] == [2]
+
+
+def test_a_request_that_is_owed_its_last_token_is_not_planned() -> None:
+    scheduler = make()
+    scheduler.submit(request(1, prompt=2, max_tokens=1))
+    scheduler.admit(0.0)
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.advance(plan)
+    assert scheduler.plan() is None

@@ -13,14 +13,14 @@ from torch import Tensor
 __all__ = ["few_rows", "logits", "shared"]
 
 
-def few_rows(x: Tensor, weight: Tensor, ahead: Tensor | None = None) -> Tensor:
-    """x [T, K], weight [K, N] -> [S, T, N] float32, whose sum over S is the product; or [T, N] of x's type where there is no
-    kernel for the shape. `ahead`: a contiguous weight that will be read soon: brought into the L2 cache if T is small."""
+def few_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, K], weight [K, N] -> [S, T, N] float32, whose sum over S is the product; or the product itself, [T, N] of x's type,
+    where no kernel of ours is faster."""
     if x.is_cuda:
         from forefetch.kernels.few_rows import triton
 
         if (plan := triton.plan(len(x), *weight.shape)) is not None:
-            return triton.product(x, weight, plan, ahead)
+            return triton.product(x, weight, plan)
     return x @ weight
 
 

@@ -1,8 +1,8 @@
-"""Split-K products: of one row by plain arithmetic on registers, of up to 64, padded, on tensor cores.
+"""Split-K products: of few rows with the whole share of the weight in registers, of up to 64, padded, in steps on tensor cores.
 
-A weight is constant, so a program asks for its part of it before it waits for the kernel whose rows it multiplies: the copy
-from memory runs while a norm or a merge still does (programmatic dependent launch). What comes later, a program can ask for at
-its end: attention over few rows leaves the memory idle.
+A weight is constant, so a program may load it before it waits for the kernel whose rows it multiplies (programmatic dependent
+launch): the copy from memory runs while a norm or a merge still does. That is worth most for one row. Asking for lines of the
+L2 cache instead, for the own share or for the weight of a later product, made things slower (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -17,46 +17,50 @@ from torch import Tensor
 from forefetch.kernels.pdl import early
 
 MOST_ROWS = 64
-FEW = 4  # rows at which attention leaves memory idle
-LINE = 128  # bytes that a prefetch asks for
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`shares` of K, each in steps of `depth`; `columns` per program. `stages` 0: the whole share at once, in registers.
-    `ask`: lines are brought into the L2 cache before the program waits."""
+    """`shares` of K, each in steps of `depth`; `columns` per program. `stages` 0: the whole share at once, and `rows` of x per
+    program instead of all."""
 
     shares: int
     columns: int
     depth: int
     stages: int
     warps: int = 4
-    ask: bool = True
+    rows: int = 1
 
 
 def plan(rows: int, inner: int, outer: int) -> Plan | None:
-    """How [rows, inner] x [inner, outer] is cut; None: not for these."""
-    found = Plan(max(1, inner // 256), 64, 256, 0) if rows == 1 else Plan(max(1, inner // 512), 64, 128, 3)
-    fits = 0 < rows <= MOST_ROWS and inner % (found.shares * found.depth) == 0 and outer % found.columns == 0
-    return found if fits and inner >= 1024 else None
+    """How [rows, inner] x [inner, outer] is cut; None: cuBLAS is as fast. As measured on an H200 for 2,048 x 5,120 and 4,096 x
+    2,048."""
+    if rows == 1:
+        found = Plan(inner // 512, 64, 512, 0, 8) if inner >= 4096 else Plan(inner // 256, 64, 256, 0)
+    elif rows <= 16:
+        found = Plan(inner // 512, 128, 128, 3, 8)
+    else:
+        found = Plan(inner // 1024, 64, 128, 3)
+    fits = 0 < rows <= MOST_ROWS and found.shares and inner % (found.shares * found.depth) == 0 and outer % found.columns == 0
+    return found if fits and inner >= (1024 if rows == 1 else 4096) else None
 
 
 def gate_plan(rows: int, outer: int, inner: int) -> Plan | None:
-    """The same for a gate, in one share: its programs have all of their weight in flight at once."""
-    if rows <= FEW and inner & (inner - 1) == 0 and inner <= 4096:
-        found = Plan(1, 4, inner, 0)
+    """The same for a gate, in one share."""
+    if rows <= 16 and inner & (inner - 1) == 0 and inner <= 4096:
+        found = Plan(1, 4 if rows <= 4 else 2, inner, 0, rows=min(4, triton.next_power_of_2(max(1, rows))))
     else:
-        found = Plan(1, 16, 512, 4) if rows <= 16 else Plan(1, 16, 256, 3)
+        found = Plan(1, 16, 256, 4)
     fits = 0 < rows <= MOST_ROWS and inner % found.depth == 0 and outer % found.columns == 0
     return found if fits and inner >= 1024 else None
 
 
-def product(x: Tensor, weight: Tensor, plan: Plan, ahead: Tensor | None = None) -> Tensor:
+def product(x: Tensor, weight: Tensor, plan: Plan) -> Tensor:
     """See the package. ValueError for what is not contiguous."""
     (rows, inner), outer = x.shape, weight.shape[1]
     _check(x, weight, inner, weight.shape[0])
     out = torch.empty((plan.shares, rows, outer), dtype=torch.float32, device=x.device)
-    _launch(x, weight, out, ahead, (plan.columns, outer, 1), plan)
+    _launch(x, weight, out, (plan.columns, outer, 1), plan)
     return out
 
 
@@ -65,7 +69,7 @@ def gate(x: Tensor, weight: Tensor, plan: Plan) -> Tensor:
     (rows, inner), outer = x.shape, weight.shape[0]
     _check(x, weight, inner, weight.shape[1])
     out = torch.empty((rows, outer), dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, None, (plan.columns * inner, 1, inner), plan)
+    _launch(x, weight, out, (plan.columns * inner, 1, inner), plan)
     return out
 
 
@@ -74,81 +78,46 @@ def _check(x: Tensor, weight: Tensor, inner: int, found: int) -> None:
         raise ValueError(f"rows {tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} {weight.dtype} do not fit")
 
 
-def _launch(x: Tensor, weight: Tensor, out: Tensor, ahead: Tensor | None, strides: tuple[int, int, int], plan: Plan) -> None:
+def _launch(x: Tensor, weight: Tensor, out: Tensor, strides: tuple[int, int, int], plan: Plan) -> None:
     """`strides` of the weight: from tile to tile of columns, along K, along columns."""
-    (rows, inner), outer, whole = x.shape, out.shape[-1], plan.stages == 0
-    lines = ahead.numel() * ahead.element_size() // LINE if ahead is not None and rows <= FEW else 0
-    programs = outer // plan.columns * plan.shares
-    kernel = _whole if whole else _steps
-    form = (
-        {"ROWS": triton.next_power_of_2(rows)} if whole else {"M": max(16, triton.next_power_of_2(rows)), "DEPTH": plan.depth}
-    )
-    kernel[(outer // plan.columns, plan.shares)](
-        *(x, weight, out, weight if ahead is None else ahead, rows, lines),
-        K=inner,
-        N=outer,
-        BY_TILE=strides[0],
-        BY_K=strides[1],
-        BY_COLUMN=strides[2],
-        COLUMNS=plan.columns,
-        EACH=inner // plan.shares,
-        AHEAD=triton.next_power_of_2(triton.cdiv(lines, programs)) if lines else 0,
-        ESIZE=x.element_size(),
-        **form,
-        **({} if whole else {"ASK": plan.ask and strides[2] == 1}),
-        **early(x),
-        num_warps=plan.warps,
-        num_stages=max(1, plan.stages),
-    )
+    (rows, inner), outer = x.shape, out.shape[-1]
+    grid, form = [outer // plan.columns, plan.shares], {"num_warps": plan.warps, "num_stages": max(1, plan.stages), **early(x)}
+    where = {"BY_TILE": strides[0], "BY_K": strides[1], "BY_COLUMN": strides[2], "COLUMNS": plan.columns}
+    sizes = {"K": inner, "N": outer, "EACH": inner // plan.shares}
+    if plan.stages:
+        padded = max(16, triton.next_power_of_2(rows))
+        _steps[tuple(grid)](x, weight, out, rows, **sizes, **where, M=padded, DEPTH=plan.depth, **form)
+    else:
+        _whole[(*grid, triton.cdiv(rows, plan.rows))](x, weight, out, rows, **sizes, **where, ROWS=plan.rows, **form)
 
 
-@triton.jit
-def _ask(pointers):
-    """Lines into the L2 cache; nothing waits for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _ask_ahead(ahead, lines, AHEAD: tl.constexpr, ESIZE: tl.constexpr):
-    """This program's part of a weight that will be read soon."""
-    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    each = tl.cdiv(lines, tl.num_programs(0) * tl.num_programs(1))
-    line = program * each + tl.arange(0, AHEAD)
-    _ask(ahead + tl.minimum(line, lines - 1).to(tl.int64) * (128 // ESIZE))
-
-
-@triton.jit(do_not_specialize=["rows", "lines"])
+@triton.jit(do_not_specialize=["rows"])
 def _whole(
-    x, weight, out, ahead, rows, lines,
-    K: tl.constexpr, N: tl.constexpr, BY_TILE: tl.constexpr, BY_K: tl.constexpr, BY_COLUMN: tl.constexpr,
-    COLUMNS: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr, ESIZE: tl.constexpr, ROWS: tl.constexpr,
-    PDL: tl.constexpr,
+    x, weight, out, rows,
+    K: tl.constexpr, N: tl.constexpr, EACH: tl.constexpr, BY_TILE: tl.constexpr, BY_K: tl.constexpr,
+    BY_COLUMN: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of columns, share of K): all of its weight is on the way before it waits. Sums of products in float32."""
-    tile, share = tl.program_id(0), tl.program_id(1)
+    """Program (tile of columns, share of K, block of rows): all of its weight is on the way before it waits. Float32 sums."""
+    tile, share, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * ROWS
     n, k = tl.arange(0, COLUMNS), share * EACH + tl.arange(0, EACH)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     columns = tl.load(weight + tile.to(tl.int64) * BY_TILE + k.to(tl.int64)[:, None] * BY_K + n[None, :] * BY_COLUMN)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for row in tl.static_range(ROWS):
+    for each in tl.static_range(ROWS):
+        row = first + each
         values = tl.load(x + row * K + k, mask=(k < K) & (row < rows), other=0.0).to(tl.float32)
         total = tl.sum(columns.to(tl.float32) * values[:, None], 0)
         to = out + (share * rows + row) * N + tile * COLUMNS + n
         tl.store(to, total.to(out.dtype.element_ty), mask=(n < COLUMNS) & (row < rows))
-    if PDL and AHEAD > 0:
-        _ask_ahead(ahead, lines, AHEAD, ESIZE)
 
 
-@triton.jit(do_not_specialize=["rows", "lines"])
+@triton.jit(do_not_specialize=["rows"])
 def _steps(
-    x, weight, out, ahead, rows, lines,
-    K: tl.constexpr, N: tl.constexpr, BY_TILE: tl.constexpr, BY_K: tl.constexpr, BY_COLUMN: tl.constexpr,
-    COLUMNS: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr, ESIZE: tl.constexpr, M: tl.constexpr,
-    DEPTH: tl.constexpr, ASK: tl.constexpr, PDL: tl.constexpr,
+    x, weight, out, rows,
+    K: tl.constexpr, N: tl.constexpr, EACH: tl.constexpr, BY_TILE: tl.constexpr, BY_K: tl.constexpr,
+    BY_COLUMN: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of columns, share of K), in steps on tensor cores."""
     tile, share = tl.program_id(0), tl.program_id(1)
@@ -156,10 +125,6 @@ def _steps(
     first, base = share * EACH, weight + tile.to(tl.int64) * BY_TILE
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if ASK:  # a line holds 128 bytes of a row's columns
-            at = first + tl.arange(0, EACH)
-            for line in tl.static_range(0, COLUMNS * ESIZE, 128):
-                _ask(base + at.to(tl.int64) * BY_K + line // ESIZE)
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([M, COLUMNS], tl.float32)
     seen = (m < rows)[:, None]
@@ -169,5 +134,3 @@ def _steps(
         acc = tl.dot(values, columns, acc, input_precision="ieee")
     at = (share * rows + m[:, None]) * N + tile * COLUMNS + n[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=seen)
-    if PDL and AHEAD > 0:
-        _ask_ahead(ahead, lines, AHEAD, ESIZE)
