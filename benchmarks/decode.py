@@ -23,7 +23,6 @@ from benchmarks.decode_rig import PAGE, Measured, Rig, bandwidth, collect, peer,
 from benchmarks.results import Row, append
 from forefetch.telemetry.ring import Timings
 
-
 INTRUSION = 4096  # tokens of a prompt that enters while others decode, and their context
 INTRUDED = (1, 16)
 

@@ -109,8 +109,10 @@ class Rig:
     def engine(
         self, batch: int, context: int, steps: int, *, ahead: bool, sink: list[tuple[int, bool]], prompt_rows: int = 0
     ) -> Engine:
-        """An engine in which `batch` requests with about `context` committed tokens each are about to decode. `sink` is told when
-        tokens came, nanoseconds, and whether the intruder's was among them. `prompt_rows` of a step are for prompts."""
+        """An engine in which `batch` requests with about `context` committed tokens each are about to decode.
+
+        `sink` is told when tokens came, nanoseconds, and whether the intruder's was among them. `prompt_rows` of a step are for
+        prompts."""
         device, width = torch.device("cuda"), -(-(context + PAGE + steps) // PAGE)
         lanes = batch + (1 if prompt_rows else 0)
         shape = {"max_batch": lanes, "max_pages": width, "page_size": PAGE, "device": device}
