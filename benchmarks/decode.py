@@ -83,8 +83,8 @@ def fits(rig: Rig, case: Case, steps: int) -> bool:
     return bool(needed + experts < torch.cuda.mem_get_info()[1] - (12 << 30))
 
 
-def sweep(rig: Rig, wanted: list[Case], arguments: argparse.Namespace, speed: float) -> Iterator[Row]:
-    """Measures all cells, printing as it goes."""
+def sweep(rig: Rig, wanted: list[Case], arguments: argparse.Namespace, speed: float) -> Iterator[list[Row]]:
+    """Measures all cells, printing as it goes; the rows of each."""
     held: tuple[str, str] = ("", "")
     for case in wanted:
         if case.experts != held[0]:
@@ -106,16 +106,19 @@ def sweep(rig: Rig, wanted: list[Case], arguments: argparse.Namespace, speed: fl
         print(f"  {parts(found.timings)}", flush=True)
         if arguments.profile:
             profile(rig, case.batch, case.context)
-        yield from rows_of(f"{arguments.model} {case}", found, limit)
+        yield rows_of(f"{arguments.model} {case}", found, limit)
         if arguments.prompt_rows and case.context == INTRUSION and case.batch in INTRUDED and case.experts == "int4":
-            yield from intrusions(rig, case, arguments)
+            yield list(intrusions(rig, case, arguments))
 
 
 def intrusions(rig: Rig, case: Case, arguments: argparse.Namespace) -> Iterator[Row]:
     """What running streams notice of a prompt that enters, by how many rows of it a step takes. Over sealed pages, where steps
     with prompts are not recorded, only the most."""
     wanted = [int(rows) for rows in arguments.prompt_rows.split(",")]
-    for rows in wanted if case.kv == "bfloat16" else [max(wanted)]:
+    sealed = case.kv != "bfloat16"
+    for rows in [max(wanted)] if sealed else wanted:
+        if sealed:  # kernels that are not recorded are compiled first
+            rig.intrusion(case.batch, case.context, INTRUSION, rows)
         gaps, first = rig.intrusion(case.batch, case.context, INTRUSION, rows)
         p50, p99 = percentiles(gaps)
         what = f"while a prompt of {INTRUSION} enters by {rows}"
@@ -136,29 +139,28 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="int4 and bfloat16 experts, e2m0 and bfloat16 KV, 1k, 4k and 32k")
     parser.add_argument("--prompt-rows", default="", help="also time tokens while a prompt enters by so many rows: 64,512")
     parser.add_argument("--in-turn", action="store_true", help="read each step before the next is launched")
-    parser.add_argument("--peer", action="store_true", help="time transformers too, at the first context but one")
+    parser.add_argument("--peer", action="store_true", help="time transformers too, at the first context")
     parser.add_argument("--profile", action="store_true", help="print each step's kernels")
     parser.add_argument("--write", action="store_true", help="append to results.csv")
     arguments = parser.parse_args()
     if arguments.all:
-        arguments.experts, arguments.kv, arguments.context = "int4,bfloat16", "e2m0,bfloat16", "1024,4096,32768"
+        arguments.experts, arguments.kv, arguments.context = "int4,bfloat16", "e2m0,bfloat16", "4096,1024,32768"
         arguments.prompt_rows = "64,128,512"
     speed, wanted = bandwidth(), list(cases(arguments))
     print(f"copy bandwidth {speed / 1e12:.2f} TB/s")
+    keep = append if arguments.write else list
     rig = Rig(arguments.model)
-    rows = list(sweep(rig, wanted, arguments, speed))
+    for rows in sweep(rig, wanted, arguments, speed):
+        keep(rows)
     spec = rig.spec
     del rig
     collect()
     if arguments.peer:
-        contexts = list(map(int, arguments.context.split(",")))
-        context = contexts[min(1, len(contexts) - 1)]
-        for batch, times in peer(spec, arguments.model, list(map(int, arguments.batch.split(","))), context):
+        contexts = arguments.context.split(",")
+        for batch, times in peer(spec, arguments.model, list(map(int, arguments.batch.split(","))), int(contexts[0])):
             p50 = float(np.median(times))
             print(f"transformers, bfloat16, batch {batch}: p50 {p50:.1f} ms", flush=True)
-            rows.append(Row("decode", f"transformers bfloat16, batch {batch}, context {context}", "p50", p50, "ms"))
-    if arguments.write:
-        append(rows)
+            keep([Row("decode", f"transformers bfloat16, batch {batch}, context {contexts[0]}", "p50", p50, "ms")])
 
 
 if __name__ == "__main__":

@@ -188,7 +188,8 @@ class Rig:
         began = time.perf_counter_ns()
         engine.submit(Answer(request, None), INTRUDER)
         while not delivered[-1][1]:
-            engine.step()
+            if not engine.step():
+                raise RuntimeError("the prompt never entered")
         torch.cuda.synchronize()
         return _gaps(delivered[came - 1 :]), (delivered[-1][0] - began) / 1e6
 

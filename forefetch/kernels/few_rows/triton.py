@@ -48,7 +48,7 @@ def plan(rows: int, inner: int, outer: int) -> Plan | None:
 def gate_plan(rows: int, outer: int, inner: int) -> Plan | None:
     """The same for a gate, in one share."""
     if rows <= 16 and inner & (inner - 1) == 0 and inner <= 4096:
-        found = Plan(1, 4 if rows <= 4 else 2, inner, 0, rows=min(4, triton.next_power_of_2(max(1, rows))))
+        found = Plan(1, 4, inner, 0, rows=min(4, triton.next_power_of_2(max(1, rows))))
     else:
         found = Plan(1, 16, 256, 4)
     fits = 0 < rows <= MOST_ROWS and inner % found.depth == 0 and outer % found.columns == 0
