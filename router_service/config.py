@@ -159,8 +159,8 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
     )
     prompt_rows: int = setting(
         0,
-        """Most prompt tokens in a step while others decode: the longest pause that a prompt brings to running streams. Fewer make
-        its own first token later. 0: whatever decoding leaves of --max-step-tokens.""",
+        """Most prompt tokens in a step while others decode: the longest pause that a prompt brings to running streams. Fewer
+        make its own first token later. 0: whatever decoding leaves of --max-step-tokens.""",
     )
     max_context: int = setting(
         0, """Most tokens of prompt plus answer. 0: what the model was made for. Larger than the model's is refused."""

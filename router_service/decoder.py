@@ -99,14 +99,20 @@ class Decoder:
         return out.float() / spec.logits_divisor if spec.logits_divisor != 1.0 else out
 
     def _qkv(self, layer: Layer, h: Tensor) -> Tensor:
-        """Normed rows h [T, H] -> their projections [T, (Hq + 2 Hkv) D], or shares of them; with what families do to whole
-        projections before heads exist."""
-        spec = self.spec
-        plain = spec.qk_norm != "full" and spec.clip_qkv is None
-        if plain and layer.qkv_bias is None:
+        """Normed rows h [T, H] -> their projections [T, (Hq + 2 Hkv) D], or shares of them."""
+        if layer.qkv_bias is None and not self._shapes:
             return few_rows(h, layer.qkv)
-        qkv = project(h, layer.qkv, layer.qkv_bias)
-        if plain:
+        return self._shaped(layer, project(h, layer.qkv, layer.qkv_bias))
+
+    @property
+    def _shapes(self) -> bool:
+        """Whether the family does something to whole projections."""
+        return self.spec.qk_norm == "full" or self.spec.clip_qkv is not None
+
+    def _shaped(self, layer: Layer, qkv: Tensor) -> Tensor:
+        """What families do to whole projections before heads exist."""
+        spec = self.spec
+        if not self._shapes:
             return qkv
         q, k, v = qkv.split_with_sizes([heads * spec.head_dim for heads in (spec.heads, spec.kv_heads, spec.kv_heads)], dim=-1)
         if spec.qk_norm == "full":
