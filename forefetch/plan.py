@@ -3,7 +3,8 @@
 A decode step reads the trunk once, the K and V of every stream, and the weights of every expert that some row chose; what does
 not wait in a device slot crosses PCIe first. Each of these is bytes over a bandwidth; to them come a fixed time per layer
 (launches, chains of latencies) and, with workers, a round trip per MoE layer. Terms add up, but for copies that hints started
-early: those overlap everything else.
+early: those overlap everything else. Halves of a batch that take turns (link p2p, large batches) hide up to all of the round
+trips; that is not in it.
 
 Assumptions, all on the safe side: routing is even (real routing is skewed, so fewer experts are touched and, unless `missed`
 says how many, more of those are resident), and nothing else is hidden behind anything.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from forefetch.errors import ConfigError
 from forefetch.spec import ModelSpec
@@ -55,13 +55,14 @@ HARDWARE = {
     "h200": Hardware(
         "h200",
         "measured on one H200 host, PyTorch 2.11: copies in HBM 4.24 TB/s, PCIe 5 x16 pinned 52 GB/s at 9 MiB and 36 at 1 MiB, "
-        "a hop of 64 rows between two GPUs 72 us through pinned shared memory; 45 us per layer are what the captured step "
-        "took beyond its bytes at batch 1 (benchmarks/results.csv). Assumed: gRPC as on two CPU cores",
+        "a hop of 64 rows between two GPUs 24 us over lanes in their memory (p2p), 72 us through pinned shared memory; 45 us per "
+        "layer are what the captured step took beyond its bytes at batch 1 (benchmarks/results.csv). Assumed: gRPC as on two CPU "
+        "cores",
         memory_gib=139.0,
         hbm_gbs=4240.0,
         pcie_gbs=45.0,
         layer_us=45.0,
-        link_us={"local": 0.0, "shm": 72.0, "grpc": 995.0},
+        link_us={"local": 0.0, "p2p": 23.6, "shm": 72.0, "grpc": 995.0},
     ),
     "cpu": Hardware(
         "cpu",
@@ -240,54 +241,3 @@ def speed(spec: ModelSpec, wanted: Wanted, hardware: Hardware, placed: Fit) -> S
     copies = missing * size.expert / workers / (hardware.pcie_gbs * 1e6)
     hidden = min(copies * wanted.recall, sum(terms.values()))
     return Speed({**terms, "expert copies": copies - hidden})
-
-
-def chart_values(spec: ModelSpec, wanted: Wanted, placed: Fit, *, model: str, gpu: bool) -> dict[str, Any]:
-    """Values of deploy/chart that run this: sizes with a fifth to spare, rounded up."""
-    size = sizes(spec, wanted)
-    gpus = {"gpus": 1} if gpu else {}
-    experts = "100%" if placed.slots == size.experts else f"{100 * placed.slots / size.experts:.0f}%"
-    stored = wanted.expert_format if wanted.expert_format in ("int8", "int4") else "stored"
-    own = {"device": "cuda" if gpu else "cpu", "slots": experts}
-    router: dict[str, Any] = {
-        "device": own["device"],
-        "max_batch": wanted.batch,
-        "max_step_tokens": max(512, 2 * wanted.batch),
-        "max_context": wanted.context,
-        "kv_memory_mb": _up(wanted.batch * size.kv_stream / 2**20, 256),
-        "kv_format": "auto" if wanted.kv_format == spec.dtype else wanted.kv_format,
-    }
-    host = placed.host / max(1, wanted.workers) + (0 if gpu else placed.worker)
-    values: dict[str, Any] = {
-        "model": {"path": model, "sizeGiB": max(1, _up((size.trunk + _stored(spec)) / GIB, 1))},
-        "router": {"settings": router, **gpus, "resources": _resources(4 * GIB + (0 if gpu else placed.router))},
-        "expert": {"mode": "local"},
-    }
-    if wanted.workers:
-        settings = {**own, **({"experts": stored} if stored != "stored" else {})}
-        mode = "pods" if wanted.link == "grpc" else "sidecars"
-        values["expert"] = {
-            **{"mode": mode, "shards": wanted.workers, "settings": settings},
-            **{**gpus, "resources": _resources(4 * GIB + host)},
-        }
-        router["link"] = wanted.link
-    else:
-        router["slots"] = experts
-        values["router"]["resources"] = _resources(4 * GIB + placed.host + (0 if gpu else placed.router))
-    return values
-
-
-def _stored(spec: ModelSpec) -> float:
-    """Bytes of the experts in the checkpoint."""
-    return 3.0 * spec.hidden_size * spec.expert_width * len(spec.moe_layers) * spec.num_experts * ELEMENT_BYTES[spec.dtype]
-
-
-def _resources(need: float) -> dict[str, Any]:
-    """Requests and limits for so many bytes of host memory."""
-    ask = _up(need / GIB, 1)
-    return {"requests": {"cpu": "4", "memory": f"{ask}Gi"}, "limits": {"memory": f"{_up(1.2 * ask, 1)}Gi"}}
-
-
-def _up(number: float, unit: int) -> int:
-    """Rounded up to a multiple."""
-    return -int(-number // unit) * unit

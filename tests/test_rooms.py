@@ -26,6 +26,7 @@ TORCHLESS = (
     "errors",
     "hints",
     "plan",
+    "plan_chart",
     "shapes",
     "settings",
     "rpc",
@@ -37,7 +38,7 @@ TORCHLESS = (
     "process",
     "child",
 )
-GRPCLESS = ("errors", "hints", "plan", "shapes", "spec", "families", "placement", "wire", "kernels")
+GRPCLESS = ("errors", "hints", "plan", "plan_chart", "shapes", "spec", "families", "placement", "wire", "kernels")
 KERNELS_MAY = ("torch", "triton", "forefetch.kernels")
 COMPILED = ("forefetch.kernels.compiled", "forefetch.kernels.grouped_mlp.cpu")
 COMPILED_MAY = ("numba", "llvmlite", "numpy")

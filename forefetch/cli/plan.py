@@ -17,6 +17,7 @@ from forefetch import plan
 from forefetch.errors import ConfigError, UnsupportedModel
 from forefetch.families import read_spec
 from forefetch.plan import Fit, Hardware, Speed, Wanted, gib
+from forefetch.plan_chart import chart_values
 from forefetch.shapes import PREFIX, SHAPES, synthetic_config
 from forefetch.spec import ModelSpec
 
@@ -51,7 +52,7 @@ def add_parser(commands: Any) -> None:
     work.add_argument(
         "--workers", type=int, default=0, metavar="N", help="expert workers, each with a device; 0: in the router"
     )
-    work.add_argument("--link", metavar="NAME", help="how they are reached: shm, grpc (default: shm)")
+    work.add_argument("--link", metavar="NAME", help="how they are reached: p2p, shm, grpc (default: shm)")
     work.add_argument("--slots", metavar="N%", help="share of the experts that is resident (default: what fits)")
     work.add_argument(
         "--missed",
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     placed = plan.fit(spec, wanted, hardware)
     expected = plan.speed(spec, wanted, hardware, placed) if placed.fits else None
     folder = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
-    values = plan.chart_values(spec, wanted, placed, model=folder, gpu=hardware.dtype == "") if placed.fits else {}
+    values = chart_values(spec, wanted, placed, model=folder, gpu=hardware.dtype == "") if placed.fits else {}
     if args.json:
         print(json.dumps(_as_json(wanted, placed, expected, values)))
     elif args.values == "-":

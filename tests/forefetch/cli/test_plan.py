@@ -41,7 +41,13 @@ def test_what_does_not_fit_is_status_1_with_the_arithmetic(capsys: pytest.Captur
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(
-    "more", [(), ("--workers", "4", "--link", "grpc"), ("--workers", "2", "--link", "shm", "--slots", "50%")]
+    "more",
+    [
+        (),
+        ("--workers", "4", "--link", "grpc"),
+        ("--workers", "2", "--link", "shm", "--slots", "50%"),
+        ("--workers", "7", "--link", "p2p"),
+    ],
 )
 def test_the_chart_takes_what_is_proposed(name: str, more: tuple[str, ...], tmp_path: Path) -> None:
     target = tmp_path / "values.yaml"
