@@ -3,8 +3,8 @@
 A decode step reads the trunk once, the K and V of every stream, and the weights of every expert that some row chose; what does
 not wait in a device slot crosses PCIe first. Each of these is bytes over a bandwidth; to them come a fixed time per layer
 (launches, chains of latencies) and, with workers, a round trip per MoE layer. Terms add up, but for copies that hints started
-early: those overlap everything else. Halves of a batch that take turns (link p2p, large batches) hide up to all of the round
-trips; that is not in it.
+early: those overlap everything else, which is the best that hints can do. Halves of a batch that take turns (link p2p, large
+batches) hide up to all of the round trips; that is not in it.
 
 Assumptions, all on the safe side: routing is even (real routing is skewed, so fewer experts are touched and, unless `missed`
 says how many, more of those are resident), and nothing else is hidden behind anything.
@@ -54,10 +54,10 @@ class Hardware:
 HARDWARE = {
     "h200": Hardware(
         "h200",
-        "measured on one H200 host, PyTorch 2.11: copies in HBM 4.24 TB/s, PCIe 5 x16 pinned 52 GB/s at 9 MiB and 36 at 1 MiB, "
-        "a hop of 64 rows between two GPUs 24 us over lanes in their memory (p2p), 72 us through pinned shared memory; 45 us per "
-        "layer are what the captured step took beyond its bytes at batch 1 (benchmarks/results.csv). Assumed: gRPC as on two CPU "
-        "cores",
+        "measured on one H200 host, PyTorch 2.11: copies in HBM 4.24 TB/s, PCIe 5 x16 pinned 52 GB/s at 9 MiB and 36 at "
+        "1 MiB, a hop of 64 rows between two GPUs 24 us over lanes in their memory (p2p), 72 us through pinned shared memory; "
+        "45 us per layer are what the captured step took beyond its bytes at batch 1 (benchmarks/results.csv). Assumed: gRPC as "
+        "on two CPU cores",
         memory_gib=139.0,
         hbm_gbs=4240.0,
         pcie_gbs=45.0,
