@@ -214,8 +214,9 @@ def test_a_step_on_two_gpus_is_within_a_quarter_of_what_was_measured() -> None:
         assert 0.8 < predicted / measured < 1.25, f"batch {batch}, {parts} parts: {predicted:.2f} ms of {measured:.2f}"
 
 
-# (needed experts in no slot, recall of hints) -> measured milliseconds of the captured step: int4 experts in half the slots, e2m0,
-# 4,096 tokens, batch 1, one H200 (benchmarks/LOG.md, "Experts in slots on a GPU"; 189.3 of 384 were read in place in the first).
+# (needed experts in no slot, recall of hints) -> measured milliseconds of the captured step: int4 experts in half the slots,
+# e2m0, 4,096 tokens, batch 1, one H200 (benchmarks/LOG.md, "Experts in slots on a GPU"; in the first 189.3 of 384 experts were
+# read in place).
 SLOTS = {(189.3 / 384, 0.0): 12.61, (0.176, 0.0): 5.69, (0.176, 0.95): 5.91}
 
 
