@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference_model import CASES
 
 from forefetch.errors import Mismatch
+from forefetch.spec import ModelSpec
+from forefetch.weights import Checkpoint
 from router_service.lookahead import store
 from router_service.lookahead.estimate import Network
 from router_service.lookahead.heads import Head
@@ -114,6 +117,37 @@ def test_train_then_eval_from_the_command_line(
         assert found["control"] == 1.0
     assert cli.main(["lookahead", "eval", *shared]) == 0
     assert "previous token" in capfd.readouterr().out
+
+
+FAMILIES = {case.family: name for name, case in reversed(CASES.items())}
+
+
+@pytest.mark.parametrize("name", FAMILIES.values(), ids=FAMILIES)
+def test_every_family_can_be_trained_and_measured(
+    name: str, checkpoint: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from router_service.lookahead.__main__ import main
+
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint(name), folder)
+    text = tmp_path / "all.txt"
+    text.write_text(TEXT)
+    shared = ["--model", str(folder), "--text", str(text), "--context", "48", "--threads", "1", "--device", "cpu"]
+    options = ["--tokens", "600", "--generate", "64", "--epochs", "1", "--head-epochs", "1", "--rank", "4", "--distilled", "8"]
+    assert main(["train", *shared, *options]) == 0
+    shown = capfd.readouterr()
+    spec = ModelSpec.load(folder)
+    for stage in ("generating", "recording", "sketching experts", "training heads", "calibrating"):
+        assert stage in shown.err, "every stage has a bar"
+    trained = store.load(folder, Checkpoint(folder).digest, spec.moe_layers)
+    pairs = sum(min(2, len(spec.moe_layers) - place - 1) for place in range(len(spec.moe_layers)))
+    refined = len(spec.moe_layers) - 1
+    assert len(trained.heads) == 2 * pairs + refined, "both distances with and without attention"
+    assert set(trained.sketches) == set(spec.moe_layers[:-1])
+    assert main(["eval", *shared, "--tokens", "96", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)["all"]
+    assert found["control"] == 1.0
+    assert set(found["layers"]["L+1"]) == {str(layer) for layer in spec.moe_layers[1:]}
 
 
 def test_wrong_input_is_one_line_and_a_status(
