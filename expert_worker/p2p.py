@@ -45,6 +45,7 @@ class Following(ABC):
     def __init__(self, core: Core, hello: expert_pb2.OpenLaneRequest, source: str) -> None:
         """Mismatch when the lane's shape does not fit the worker, or its memory cannot be reached."""
         info = core.info
+        self.steps = steps_of(hello)
         if hello.rows > info.max_rows:
             raise Mismatch(
                 f"the worker takes {info.max_rows} rows in a step (its --max-rows), the router may send {hello.rows}"
@@ -62,6 +63,8 @@ class Following(ABC):
         while not self.ended.is_set():
             spin_next = 0
             for step in self.listener.steps(spin):
+                if step not in self.steps:
+                    raise LinkDown(-1, f"a step of {step.rows} rows in {step.parts} parts was not agreed on")
                 self.step(step)
                 spin_next = spin_ns
             spin = spin_next
@@ -140,6 +143,8 @@ def follow(core: Core, hello: expert_pb2.OpenLaneRequest, source: str) -> Follow
 def steps_of(hello: expert_pb2.OpenLaneRequest) -> Sequence[Step]:
     """The shapes that steps may have. BadRequest for those that make no sense."""
     steps = [Step(step.rows, step.parts) for step in hello.steps]
+    if not steps or not hello.top_k or not hello.patience_ms:
+        raise BadRequest("steps", "steps, top_k and patience_ms must be given")
     if any(not 1 <= step.parts <= step.rows <= hello.rows for step in steps):
         raise BadRequest("steps", "a step has more parts than rows, or more rows than the lane")
     return steps

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from expert_worker.core import Core
-from expert_worker.p2p import MEETING_S, Following, steps_of
+from expert_worker.p2p import MEETING_S, Following
 from expert_worker.packed import PackedExperts
 from forefetch.errors import LinkDown
 from forefetch.kernels.hop import triton as hop
@@ -36,7 +36,7 @@ class DeviceFollowing(Following):
         self._device = torch.device(core.info.device)
         with _OPENING:
             self._port = self._met(hello.meeting)
-            self._prepare(hello)
+            self._prepare()
 
     def _met(self, meeting: str) -> DevicePort:
         """Our inbox for the router's outbox."""
@@ -48,7 +48,7 @@ class DeviceFollowing(Following):
             raise
         return DevicePort(inbox, outbox, self.shape, self.core.info.dtype)
 
-    def _prepare(self, hello: expert_pb2.OpenLaneRequest) -> None:
+    def _prepare(self) -> None:
         """State, scratch and a graph for each step."""
         experts = self._experts
         self._scratch = experts.lane_scratch(self.shape.rows)
@@ -58,7 +58,7 @@ class DeviceFollowing(Following):
         self._graphs: dict[Step, torch.cuda.CUDAGraph] = {}
         experts.lanes += 1
         try:
-            self._graphs = self._record(steps_of(hello))
+            self._graphs = self._record(self.steps)
         except BaseException:
             self.close()
             raise
@@ -67,9 +67,7 @@ class DeviceFollowing(Following):
         """Launches the step's graph; what it finds wrong ends the lane at the next step."""
         if int(self._seen):
             raise LinkDown(-1, f"the router sent no rows within {self.patience_s:g} s")
-        graph = self._graphs.get(step)
-        if graph is None:
-            raise LinkDown(-1, f"a step of {step.rows} rows in {step.parts} parts was not agreed on")
+        graph = self._graphs[step]
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             graph.replay()
         self.core.calls += len(self.layers) * step.parts
