@@ -236,8 +236,9 @@ class Engine:
         return Flight(self._step, plan, batch, stamps, choice, began, forwarded, ahead)
 
     def _choice(self, logits: Tensor, choosing: tuple[Chunk, ...], ahead: bool) -> Choice | None:
-        """One token per chunk, left where the next step will look for it too."""
-        if not choosing:
+        """One token per chunk, left where the next step will look for it too. Never None for a step that runs ahead: it is what
+        is waited for before the memory that the step was staged in is written again."""
+        if not choosing and not ahead:
             return None
         params = [chunk.request.admitted.sampling for chunk in choosing]
         choice = choose(logits, params, [chunk.end for chunk in choosing], keep=ahead)

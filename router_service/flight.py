@@ -14,7 +14,8 @@ from router_service.trunk import Cache
 
 @dataclass
 class Flight:
-    """`ahead`: the next step may be launched before this one is read. `choice` is None if no row chooses a token.
+    """`ahead`: the next step may be launched before this one is read. `choice` is None if none is made and nothing
+    has to be waited for.
 
     `void`: requests whose row took a token that turned out to be another."""
 

@@ -47,6 +47,18 @@ def test_a_token_is_read_one_step_after_its_launch() -> None:
     assert rig.trunk.steps == 3  # nothing is launched for a request that will certainly have ended
 
 
+def test_a_step_that_chooses_nothing_is_waited_for_all_the_same() -> None:
+    rig = make_rig(ahead=True)
+    rig.submit("a", prompt=40, max_tokens=2)  # three chunks, of which the last chooses
+    for step in range(3):
+        rig.engine.step()
+        (flight,) = rig.engine._flights
+        assert flight.step == step
+        assert flight.choice is not None
+    run(rig)
+    assert told(rig, "a") == [40, 41]
+
+
 def test_a_stop_token_costs_one_row_and_its_pages_are_kept_until_that_has_landed() -> None:
     rig = make_rig(ahead=True)
     rig.submit("a", prompt=3, max_tokens=9, stop=4)

@@ -15,8 +15,8 @@ __all__ = ["few_rows", "logits", "shared"]
 
 def few_rows(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, K], weight [K, N] -> [S, T, N] float32, whose sum over S is the product; or the product itself, [T, N] of x's type,
-    where no kernel of ours is faster."""
-    if x.is_cuda:
+    where no kernel of ours is faster (or made: they are for 16-bit types)."""
+    if x.is_cuda and x.element_size() == 2:
         from forefetch.kernels.few_rows import triton
 
         if (plan := triton.plan(len(x), *weight.shape)) is not None:
@@ -26,7 +26,7 @@ def few_rows(x: Tensor, weight: Tensor) -> Tensor:
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, K], weight [N, K] -> [T, N] of x's type, for a gate: few columns."""
-    if x.is_cuda:
+    if x.is_cuda and x.element_size() == 2:
         from forefetch.kernels.few_rows import triton
 
         if (plan := triton.gate_plan(len(x), *weight.shape)) is not None:
