@@ -46,7 +46,7 @@ demo: $(STAMP) ## start a cluster, generate from two prompts, show where the mil
 	$(BIN)/forefetch demo
 
 test: $(STAMP) ## run the tests that need no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not multigpu" -n $(JOBS) --dist loadfile
 
 check: $(STAMP) ## lint, format, types
 	$(BIN)/ruff check
