@@ -20,8 +20,9 @@ _GUARD = threading.Lock()
 
 @contextmanager
 def threads() -> Iterator[int]:
-    """How many threads a kernel may use: as many as PyTorch, or one while another thread computes on several."""
-    wanted = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    """How many threads a kernel may use: PyTorch's, but one core is left to who sends and receives meanwhile, since a kernel
+    is as late as the last of its threads. One while another thread computes on several."""
+    wanted = min(torch.get_num_threads(), max(1, numba.config.NUMBA_NUM_THREADS - 1))
     if wanted == 1 or not _GUARD.acquire(blocking=False):
         yield 1
         return

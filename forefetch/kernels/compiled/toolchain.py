@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
+import numba
 from numba import njit
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -13,6 +16,20 @@ SPLIT_NS = 60_000
 """Estimated time from which work is split among threads: waking them takes some 20 us."""
 BYTES_PER_NS, FLOPS_PER_NS = 16, 80
 """What one core reads of cold memory and multiplies (benchmarks/LOG.md); only the split is decided by it."""
+
+
+def _folder() -> Path:
+    """Where machine code is kept: a folder for this package as it is now, in NUMBA_CACHE_DIR or the user's cache.
+
+    Numba compares a function's own file alone with what it kept, and would go on with old code of what that one calls.
+    """
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    base = numba.config.CACHE_DIR or Path.home() / ".cache" / "forefetch"
+    return Path(base) / f"kernels-{digest[:16]}"
+
+
+numba.config.CACHE_DIR = str(_folder())
 
 
 def compiled(**options: Any) -> Callable[[F], F]:

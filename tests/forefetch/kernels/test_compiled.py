@@ -97,7 +97,7 @@ def test_a_row_has_the_same_bits_beside_any_others() -> None:
 
 
 def test_exp() -> None:
-    x = np.concatenate([np.linspace(-87, 88, 200_001), [0.0, -1e-30]]).astype(np.float32)
+    x = np.concatenate([np.linspace(-60, 88, 200_001), [0.0, -1e-30]]).astype(np.float32)
     out = np.empty_like(x)
     exp_of(x, out)
     exact = np.exp(x.astype(np.float64))
@@ -106,7 +106,7 @@ def test_exp() -> None:
     exp_of(special, out)
     assert np.isnan(out[0])
     assert out[1] > 1e38
-    assert (out[2:] < 1e-37).all()
+    assert (out[2:] == 0).all()  # and nothing subnormal, ever
 
 
 @pytest.mark.parametrize("count", [1, 7, 16, 100])
