@@ -46,9 +46,9 @@ class Echo:
     load = np.zeros((1, EXPERTS), dtype=np.int64)
     weight_bytes = 0
 
-    def forward(self, call: wire.LayerCall, out: torch.Tensor) -> int:
+    def forward(self, call: wire.LayerCall, out: torch.Tensor, source: str = "") -> tuple[int, wire.Verified]:
         ctypes.memmove(out.data_ptr(), call.x.data_ptr(), out.nbytes)
-        return 0
+        return 0, wire.Verified()
 
 
 class BareEcho(expert_pb2_grpc.ExpertServiceServicer):

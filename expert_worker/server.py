@@ -175,8 +175,9 @@ class ExpertService:
             context.send_initial_metadata(())  # tells the router that it was admitted
             request = FrameBuffer.allocate(core.info.request_room(core.info.max_rows))
             reply = FrameBuffer.allocate(core.info.reply_room(core.info.max_rows))
+            source = context.peer()
             for message in messages:
-                yield reply.seal(_answer(core, message, request, reply, context.peer()))
+                yield reply.seal(_answer(core, message, request, reply, source))
 
     @rpc.sync_handler
     def hint(

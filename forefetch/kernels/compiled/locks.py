@@ -35,9 +35,16 @@ def threads() -> Iterator[int]:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """One process at a time: the others find machine code where this one put it. A cluster's first start compiles once."""
+    """One process at a time: the others find machine code where this one put it. A cluster's first start compiles once.
+
+    Where no file can be made, as in a container without a folder to write to, each compiles for itself.
+    """
     path = Path(tempfile.gettempdir()) / f"forefetch-compiling-{os.getuid()}"
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        yield
+        return
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

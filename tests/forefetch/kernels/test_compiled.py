@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -15,7 +18,7 @@ if compiled.available():
     from forefetch.kernels.compiled.experts import sort_pairs
     from forefetch.kernels.compiled.layer import choose, product
     from forefetch.kernels.compiled.linear import BFLOAT16, FLOAT32, Packed, matrix_times, padded
-    from forefetch.kernels.compiled.locks import threads
+    from forefetch.kernels.compiled.locks import compiling, threads
     from forefetch.kernels.compiled.maths import exp, rms_norm, softmax
     from forefetch.kernels.compiled.toolchain import compiled as decorated
 
@@ -154,3 +157,40 @@ def test_pairs_are_sorted_by_expert_and_keep_their_order() -> None:
     assert first[: found + 1].tolist() == [0, *counts.cumsum()]
     assert rows.tolist() == (order // 4).tolist()
     assert place[order].tolist() == list(range(28))
+
+
+def test_only_one_caller_at_a_time_gets_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba.config.NUMBA_NUM_THREADS", 3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with threads() as first, threads() as second:
+            assert (first, second) == (2, 1)
+        with threads() as again:
+            assert again == 2
+        torch.set_num_threads(1)
+        with threads() as one:
+            assert one == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_one_compiles_while_others_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    inside: list[str] = []
+
+    def other() -> None:
+        with compiling():
+            inside.append("other")
+
+    with compiling():
+        waiting = threading.Thread(target=other)
+        waiting.start()
+        waiting.join(0.2)
+        inside.append("first")
+    waiting.join(10.0)
+    assert inside == ["first", "other"]
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "none"))
+    with compiling():  # nowhere to put a lock
+        inside.append("alone")
+    assert inside[-1] == "alone"
