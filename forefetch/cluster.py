@@ -139,6 +139,7 @@ class Cluster:
             return [*place, *self._extra.worker]
         shards = [f"--shard={shard}", f"--shards={self.config.workers}", f"--slots={self.config.slots}"]
         shards += [f"--experts={self.config.experts}", f"--placement={self.config.placement}"]
+        shards += ["--placed"] if self.config.planned else []
         return [*self._model_flags(shard + 1), *shards, *self._extra.worker]
 
     def _router_flags(self) -> list[str]:
@@ -155,6 +156,8 @@ class Cluster:
             f"--hints={config.hints}",
             f"--drain-s={config.drain_s}",
         ]
+        if config.planned:
+            flags.append("--plan")
         if config.kv:
             flags.append(f"--kv={self.processes['kv'].address}")
         if config.metrics_port:

@@ -56,6 +56,11 @@ class ClusterConfig(Config):
     placement: str = setting(
         "", "Placement file that `forefetch place` made: which worker holds which experts. Unset: equal parts."
     )
+    planned: bool = setting(
+        False,
+        """Have the router say which worker holds which experts, and move and replicate single ones by measured load while
+        streams run. Instead of equal parts or --placement; not over p2p lanes.""",
+    )
     experts: str = setting(
         "stored",
         """How experts wait in host memory. stored: as in the checkpoint. int8 and int4 take less memory and less time to copy,
@@ -94,6 +99,8 @@ class ClusterConfig(Config):
         if self.workers < 1:
             raise ConfigError("--workers: at least 1")
         self.resolved()
+        if self.planned and (self.placement or self.link == "local" or self.gpus):
+            raise ConfigError("--planned: not with --placement, --link local or --gpus")
         for name, port in (("--port", self.port), ("--metrics-port", self.metrics_port)):
             if not 0 <= port <= 65535:
                 raise ConfigError(f"{name}: must be within 0 and 65535")

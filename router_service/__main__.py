@@ -26,6 +26,7 @@ from router_service.asking import Reader
 from router_service.config import RouterConfig
 from router_service.engine import Engine, Parts
 from router_service.p2p import LaneTrunk
+from router_service.placing import Placing, planned_list
 from router_service.recorder import Recorder
 from router_service.server import Deliverer, RouterServicer
 from router_service.status import Status
@@ -91,17 +92,20 @@ async def serve(config: RouterConfig) -> None:
 
 @contextmanager
 def _followed(config: RouterConfig, workers: Workers) -> Iterator[None]:
-    """Keeps the table of workers up to date where they come and go."""
-    if config.service is None:
+    """Keeps the table of workers up to date where they come and go, or what they hold does."""
+    if config.service is not None:
+        from router_service.discovery import Discovery  # brings the Kubernetes client, which most routers do not need
+
+        following: Discovery | Placing = Discovery(config, workers)
+    elif config.plan:
+        following = planned_list(config, workers)
+    else:
         yield
         return
-    from router_service.discovery import Discovery  # brings the Kubernetes client, which most routers do not need
-
-    discovery = Discovery(config, workers)
     try:
         yield
     finally:
-        discovery.close()
+        following.close()
 
 
 def _vitals(engine: Engine, step_timeout_s: float) -> rpc.Vitals:

@@ -245,6 +245,8 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
                 raise ConfigError(f"--{name.replace('_', '-')}: must not be negative")
         if self.p2p_halves_from < 0 or self.p2p_halves_from == 1:
             raise ConfigError("--p2p-halves-from: must be 0 or at least 2")
+        if self.plan and self.workers == "local":
+            raise ConfigError("--plan: name the --workers; the local one holds every expert")
         if self.link == "p2p" and self.workers == "local":
             raise ConfigError("--link p2p: name the --workers; the local one needs no link")
         for name in ("step_timeout_s", "session_lag_s", "p2p_patience_s"):

@@ -1,37 +1,29 @@
 """Follows the workers of a Service, keeps the router's table up to date, and stands for election as planner.
 
-Three threads: one lists and watches, one asks workers what they hold by now, one minds the Lease and, while
-this router leads, the placement. None of them is needed for a step: without them the table stays as it is.
+One thread lists and watches; the two of `placing.py` ask workers what they hold, and mind the Lease and the placement. None of
+them is needed for a step: without them the table stays as it is.
 """
 
 from __future__ import annotations
 
 import datetime
 import logging
-import secrets
-import socket
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-from expert_worker.client import Control
-from forefetch import rpc
-from forefetch.errors import ForefetchError
 from router_service.config import RouterConfig
 from router_service.election import Election, Record
 from router_service.endpoints import Endpoint, read_slices
 from router_service.kubernetes_api import ApiAway, Conflict, Expired, Json, KubernetesApi
-from router_service.reconciler import Reconciler
+from router_service.placing import Placing, identity
 from router_service.workers import Workers
 
 log = logging.getLogger("forefetch.router.discovery")
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 10.0
 """After an API server that could not be reached."""
-LOOK_S = 0.5
-"""How often workers are asked what they hold."""
 
 
 class Informer:
@@ -105,11 +97,25 @@ def _shown(endpoint: Endpoint) -> str:
 
 
 class Elector:
-    """Minds a Lease. `turn` reads it and writes it if it is our turn to; nothing raises."""
+    """A `Lead` that minds a Lease. `turn` reads it and writes it if it is our turn to; nothing raises."""
 
     def __init__(self, api: KubernetesApi, lease: str, election: Election) -> None:
         self._api, self._lease, self.election = api, lease, election
         self.away = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether commands may be given now."""
+        return self.election.leading(monotonic())
+
+    @property
+    def epoch(self) -> int:
+        """What rides on commands while we lead."""
+        return self.election.epoch
+
+    def lost(self) -> None:
+        """A worker has seen a higher epoch."""
+        self.election.lost()
 
     def turn(self) -> None:
         """One look. A leader that cannot renew stops leading by its own clock."""
@@ -159,74 +165,18 @@ class Discovery:
         """ConfigError without an API server."""
         namespace, service = config.service or ("", "")
         api = KubernetesApi(namespace, config.kube_api)
-        self._workers, self._tls = workers, rpc.tls_of(config)
-        self._controls: dict[str, Control] = {}
-        self._guard = threading.Lock()
-        self._endpoints: Sequence[Endpoint] = ()
-        self._stopped = threading.Event()
-        self._lease_s = lease_s = config.lease_s
-        identity = f"{socket.gethostname()}-{secrets.token_hex(4)}"
-        election = Election(identity, lease_s, renew_s=lease_s / 4, margin_s=lease_s / 5)
-        self.informer = Informer(api, service, config.kube_timeout_s, self._take)
+        self._workers, lease_s = workers, config.lease_s
+        election = Election(identity(), lease_s, renew_s=lease_s / 4, margin_s=lease_s / 5)
         self.elector = Elector(api, f"{service}-planner", election)
-        self._identity = identity
-        self.reconciler = Reconciler(
-            self.control,
-            workers.spec.moe_layers,
-            workers.spec.num_experts,
-            copies=config.expert_copies,
-            extra=config.expert_extra,
-            rebalance_s=config.rebalance_s,
-            planner=identity,
-        )
-        for name, body in (("informer", self.informer.follow), ("holdings", self._look), ("planner", self._plan)):
-            threading.Thread(target=body, name=name, daemon=True).start()
+        self.placing = Placing(config, workers, self.elector, election.identity, every_s=min(1.0, lease_s / 6))
+        self.informer = Informer(api, service, config.kube_timeout_s, self._take)
+        threading.Thread(target=self.informer.follow, name="informer", daemon=True).start()
 
     def _take(self, endpoints: Sequence[Endpoint]) -> None:
-        self._endpoints = endpoints
         self._workers.want(endpoints)
-        with self._guard:
-            gone = set(self._controls) - {endpoint.address for endpoint in endpoints}
-            for address in gone:
-                self._controls.pop(address).close()
-
-    def control(self, address: str) -> Control:
-        """The connection over which a worker is asked and told; its own, so that it never waits behind frames."""
-        with self._guard:
-            if address not in self._controls:
-                self._controls[address] = Control(address, self._tls)
-            return self._controls[address]
-
-    def _look(self) -> None:
-        """Has the table follow what workers hold, and tells them which generation of that it goes by."""
-        while not self._stopped.wait(LOOK_S):
-            for worker in self._workers.known:
-                link = worker.link
-                if link is None or not link.info.capacity:
-                    continue
-                known = link.info
-                try:
-                    held = self.control(worker.address).holdings(self._identity, known.generation)
-                except ForefetchError:
-                    continue  # the link itself notices when a worker is gone
-                if held.instance_id == known.instance_id and held.generation > known.generation:
-                    self._workers.holds(link, replace(known, layers=held.layers, generation=held.generation))
-
-    def _plan(self) -> None:
-        election = self.elector.election
-        while not self._stopped.wait(min(1.0, self._lease_s / 6)):
-            self.elector.turn()
-            try:
-                leads = election.leading(monotonic())
-                if not self.reconciler.turn(self._endpoints, election.epoch, monotonic(), leads=leads, away=self.elector.away):
-                    election.lost()
-            except Exception:
-                log.exception("defect while planning")
+        self.placing.take(endpoints)
 
     def close(self) -> None:
         """Ends the threads at their next turn and closes connections."""
-        self._stopped.set()
         self.informer.stop()
-        with self._guard:
-            for control in self._controls.values():
-                control.close()
+        self.placing.close()

@@ -14,7 +14,13 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True)
 class DiscoveryConfig(ServiceConfig):
-    """Of effect with --workers kubernetes:NAMESPACE/SERVICE alone."""
+    """Of effect with --workers kubernetes:NAMESPACE/SERVICE, and what is about experts also with --plan."""
+
+    plan: bool = setting(
+        False,
+        """Say which of the --placed workers that --workers lists holds which experts, and move them by load, as is done for
+        those of kubernetes:... Of several routers with the same list the one that was started last does.""",
+    )
 
     max_workers: int = setting(
         16,

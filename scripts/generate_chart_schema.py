@@ -25,7 +25,7 @@ CHART_OWN = frozenset(
     {
         *("listen", "metrics_listen", "health_listen", "otlp_endpoint", "trace_ratio", "drain_s", "allow_plaintext"),
         *("tls_cert", "tls_key", "tls_ca", "model", "workers", "kv", "shard", "shards", "dir", "disk_gb", "allow_anonymous"),
-        *("placed", "kube_api", "auth_tokens"),
+        *("placed", "plan", "kube_api", "auth_tokens"),
     }
 )
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}

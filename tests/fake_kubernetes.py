@@ -70,6 +70,7 @@ class FakeKubernetes:
         self._server.shutdown()
         self._server.server_close()
         self._server = None
+        self.cut()  # a watch that began meanwhile
 
     def __enter__(self) -> FakeKubernetes:
         return self.start()

@@ -98,7 +98,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("kv", "handover", "lane", "replicas", "prefix", "naming", "sessions", "live", "rows"),
         *("host", "pool", "convert", "residency", "visit", "copying"),
         *("evaluator", "p2p", "p2p_device", "p2p_decoder", "loading", "placer", "discovery"),
-        *("kubernetes_api", "reconciler"),
+        *("kubernetes_api", "reconciler", "placing"),
     ),
     "config": ("config", "discovery_config"),
     "pure": (

@@ -21,7 +21,7 @@ from forefetch.process import Process
 # Prints the ready line and waits. Flags bend it: --fake=deaf ignores SIGTERM, --fake=mute never gets ready, --fake=broken ends.
 STAND_IN = """
     import json, os, signal, socket, sys, time
-    flags = dict(arg.split("=", 1) for arg in sys.argv[1:])
+    flags = dict(arg.partition("=")[::2] for arg in sys.argv[1:])
     host, _, port = flags["--listen"].rpartition(":")
     server = socket.socket()
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -271,6 +271,15 @@ def test_gpus_by_number_make_workers_on_their_own(config: ClusterConfig) -> None
     assert cluster.config.visible("GPU-a,GPU-b,3,4,5,6") == {"CUDA_VISIBLE_DEVICES": "3,GPU-a,6"}
     with pytest.raises(ConfigError, match="2 are visible"):
         cluster.config.visible("0,1")
+
+
+def test_planned_workers_hold_nothing_at_first_and_the_router_plans(config: ClusterConfig) -> None:
+    with Cluster.start(replace(config, planned=True, kv=False)) as cluster:
+        assert "--placed" in loading_line(cluster.processes["worker-0"])
+        assert "--plan" in loading_line(cluster.processes["router"])
+    for changes in ({"placement": "x"}, {"link": "local"}, {"gpus": "0,1"}):
+        with pytest.raises(ConfigError, match="--planned"):
+            replace(config, planned=True, **changes).validate()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
