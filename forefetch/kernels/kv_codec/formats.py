@@ -27,7 +27,7 @@ D = T = 128):
 | `v_scale`  | float16 [T] in token order, at most 1; fp4: E4M3 [D/32 rounded up][T in token order]         | 8704 |
 | `v_zero`   | float16 [T] in token order                                                                   | 8960 |
 | `outliers` | float16 [outliers][T in token order]                                                         | 9216 |
-| `k_thirds` | asym3: bits of K in K order; mixed: bits [8 tokens mod 8][4][T/8][thirds/4], see `orders.py`  |      |
+| `k_thirds` | asym3: bits of K in K order; mixed: those of its list of channels, see `orders.py`           |      |
 | `v_thirds` | asym3: bits of V in V order                                                                  |      |
 | `meta`     | float32 V factor, float32 K factor, int32 outlier channels[6], uint8 third channels[96]      | 9472 |
 

@@ -13,9 +13,18 @@ Any other shape: row by row, K as [t][c], V as [d][t], tokens in their own order
 
 The other widths follow the 2-bit place (a, j), so that a kernel's registers hold the same elements:
 
-    4 bits  word 2a + (j&1), nibble j>>1
     1 bit   word a>>1, bit 4*(j>>1) + 2*(a&1) + (j&1): the nibbles' third bit after one shift
-    mixed   channel i of the third-bit list: bit ((t&7)*4 + i / (N/4)) * (T/8) * (N/4) + (t>>3) * (N/4) + i % (N/4), N = thirds
+    mixed   channel i of the third-bit list, N = thirds, w = N/4: slot s = (t>>3) * N/16 + (i%w>>2) of lane (t&7)*4 + i/w;
+            word lane * N/8 + s/8, bit 8 * (i&3) + s%8: a mask picks four channels of a token, a byte each
+            (any other shape: bit ((t&7)*4 + i/w) * T/8 * w + (t>>3) * w + i%w)
+
+`fp4` meets float16 tensor cores instead, 8 codes to a word `a`, field f:
+
+    K  (token t, channel c)  a = t * D/8 + (c>>3);  f = c1 | c2<<1 | c0<<2
+    V  (token t, channel d)  a = (d>>3)<<7 | (d&7)<<4 | ((t>>1)&3)<<2 | t>>5;  f = t3 | t4<<1 | t0<<2
+
+A byte's two codes of 4 bits, each a sign s and a magnitude m, lie as s0 m1 m0 s1 from the top: a mask, after at most one shift
+for each of sign and magnitude, leaves a float16 number (the level times 2^-15).
 """
 
 from __future__ import annotations
@@ -42,12 +51,18 @@ def _v_fragment(t: Tensor, d: Tensor) -> Place:
     return word, (t >> 4) & 1 | (t & 1) << 1 | ((t >> 3) & 1) << 2 | ((t >> 5) & 1) << 3
 
 
+def _half_fragment(t: Tensor, c: Tensor, dim: int, which: str) -> Tensor:
+    """fp4: where a code lies among codes."""
+    if which == "k":
+        return (t * (dim // 8) + (c >> 3)) * 8 + ((c >> 1) & 3 | (c & 1) << 2)
+    word = (c >> 3) << 7 | (c & 7) << 4 | ((t >> 1) & 3) << 2 | t >> 5
+    return word * 8 + ((t >> 3) & 3 | (t & 1) << 2)
+
+
 def _position(a: Tensor, j: Tensor, bits: int) -> Tensor:
     """Where a field of `bits` bits lies among fields of that width."""
-    if bits == 2:
+    if bits != 1:
         return a * 16 + j
-    if bits == 4:
-        return (2 * a + (j & 1)) * 8 + (j >> 1)
     return (a >> 1) * 32 + 4 * (j >> 1) + 2 * (a & 1) + (j & 1)
 
 
@@ -56,6 +71,8 @@ def code_order(format: KvFormat, which: str, bits: int) -> Tensor:
     """For each stored field of K or V (`which`: "k" or "v"), in order, the index t * D + c of its element: int64 [T * D]."""
     page, dim = format.page, format.head_dim
     t, c = (part.flatten() for part in torch.meshgrid(torch.arange(page), torch.arange(dim), indexing="ij"))
+    if format.fragment_order and bits == 4:
+        return _half_fragment(t, c, dim, which).argsort()
     if format.fragment_order:
         a, j = _k_fragment(t, c, dim) if which == "k" else _v_fragment(t, c)
     else:
@@ -79,6 +96,10 @@ def third_order(format: KvFormat) -> Tensor:
     count, page = format.thirds, format.page
     i, t = (part.flatten() for part in torch.meshgrid(torch.arange(count), torch.arange(page), indexing="ij"))
     width = count // 4
+    if format.fragment_order:
+        slot = (t >> 3) * (count // 16) + (i % width >> 2)
+        word = ((t & 7) * 4 + i // width) * (count // 8) + (slot >> 3)
+        return (word * 32 + 8 * (i & 3) + (slot & 7)).argsort()
     return (((t & 7) * 4 + i // width) * (page // 8 * width) + (t >> 3) * width + i % width).argsort()
 
 
@@ -90,7 +111,10 @@ def inverse(format: KvFormat, table: str, bits: int = 2) -> Tensor:
 
 
 def pack(fields: Tensor, bits: int) -> Tensor:
-    """uint8 fields [..., n] below 2**bits -> bytes [..., n * bits / 8], the first field in the lowest bits."""
+    """uint8 fields [..., n] below 2**bits -> bytes [..., n * bits / 8], the first field in the lowest bits; of 4 bits: see above."""
+    if bits == 4:
+        a, b = fields[..., ::2], fields[..., 1::2]
+        return (a >> 3) << 7 | (b & 7) << 4 | (a & 7) << 1 | b >> 3
     per = 8 // bits
     parts = fields.reshape(*fields.shape[:-1], -1, per)
     packed: Tensor = parts[..., 0].clone()
@@ -101,6 +125,9 @@ def pack(fields: Tensor, bits: int) -> Tensor:
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse of `pack`: uint8 [..., n * 8 / bits]."""
+    if bits == 4:
+        pairs = packed >> 1 & 7 | packed >> 7 << 3, packed >> 4 & 7 | (packed & 1) << 3
+        return torch.stack(pairs, -1).flatten(-2)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     fields: Tensor = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return fields.flatten(-2)

@@ -36,6 +36,13 @@ def _place(t, c, KEYS: tl.constexpr, F: tl.constexpr):
     if not _get(F, "fragment_order"):
         flat = t * D + c if KEYS else c * T + t
         return flat >> 4, flat & 15
+    if _get(F, "code_bits") == 4:
+        if KEYS:
+            at = (t * (D // 8) + (c >> 3)) * 8 + ((c >> 1) & 3 | (c & 1) << 2)
+        else:
+            word = (c >> 3) << 7 | (c & 7) << 4 | ((t >> 1) & 3) << 2 | t >> 5
+            at = word * 8 + ((t >> 3) & 3 | (t & 1) << 2)
+        return at >> 4, at & 15
     if KEYS:
         rest = c % (D // 4)
         lane = (t & 7) * 4 + c // (D // 4)
@@ -47,24 +54,21 @@ def _place(t, c, KEYS: tl.constexpr, F: tl.constexpr):
 @triton.jit
 def _field(section, a, j, inside, BITS: tl.constexpr):
     """The field of BITS bits at place (a, j)."""
-    if BITS == 2:
-        at = a * 16 + j
-    elif BITS == 4:
-        at = (2 * a + (j & 1)) * 8 + (j >> 1)
-    else:
+    at = a * 16 + j
+    if BITS == 1:
         at = (a >> 1) * 32 + 4 * (j >> 1) + 2 * (a & 1) + (j & 1)
     byte = tl.load(section + at * BITS // 8, mask=inside, other=0).to(tl.int32)
+    if BITS == 4:
+        return tl.where(at & 1 == 0, byte >> 1 & 7 | byte >> 7 << 3, byte >> 4 & 7 | (byte & 1) << 3)
     return (byte >> (at * BITS % 8)) & ((1 << BITS) - 1)
 
 
 @triton.jit
 def _unpacked(section, a, j, BITS: tl.constexpr):
-    """Fields at words a [W, 1], codes j [1, J] of fragment order: int32 [W, J]."""
+    """Fields of 1 or 2 bits at words a [W, 1], codes j [1, J] of fragment order: int32 [W, J]."""
     words = section.to(tl.pointer_type(tl.int32))
     if BITS == 2:
         return (tl.load(words + a) >> (2 * j)) & 3
-    if BITS == 4:
-        return (tl.load(words + 2 * a + (j & 1)) >> (4 * (j >> 1))) & 15
     return (tl.load(words + (a >> 1)) >> (4 * (j >> 1) + 2 * (a & 1) + (j & 1))) & 1
 
 
@@ -87,9 +91,28 @@ def _value_fields(section, start, BITS: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
+def _nibbles(section, start, KEYS: tl.constexpr, F: tl.constexpr):
+    """Codes of 4 bits of tokens [start, start + 32) in fragment order: int32 [32, D]."""
+    D: tl.constexpr = _get(F, "head_dim")
+    words, f = section.to(tl.pointer_type(tl.int32)), tl.arange(0, 8)[None, :]
+    if KEYS:
+        word = tl.load(words + start * (D // 8) + tl.arange(0, 4 * D)[:, None])
+    else:
+        word = tl.load(words + tl.arange(0, 4 * D)[:, None] * 4 + start // 32)
+    byte = word >> (f >> 1) * 8 & 255
+    code = tl.where(f & 1 == 0, byte >> 1 & 7 | byte >> 7 << 3, byte >> 4 & 7 | (byte & 1) << 3)
+    if KEYS:  # token, word, c0, c2-1
+        return tl.reshape(tl.permute(tl.reshape(code, (32, D // 8, 2, 4)), (0, 1, 3, 2)), (32, D))
+    code = tl.reshape(code, (D, 4, 2, 4))  # channel, t2-1, t0, t4-3
+    return tl.reshape(tl.permute(code, (3, 1, 2, 0)), (32, D))
+
+
+@triton.jit
 def _fields(section, start, BITS: tl.constexpr, KEYS: tl.constexpr, F: tl.constexpr, C: tl.constexpr):
     """Fields of tokens [start, start + 32): int32 [32, C], anything beyond D."""
-    if _get(F, "fragment_order") and _get(F, "head_dim") == C:
+    if _get(F, "fragment_order") and BITS == 4 and _get(F, "head_dim") == C:
+        return _nibbles(section, start, KEYS, F)
+    elif _get(F, "fragment_order") and _get(F, "head_dim") == C:
         if KEYS:
             return _key_fields(section, start, BITS, F)
         return _value_fields(section, start, BITS, F)
@@ -125,7 +148,12 @@ def _third_levels(page, t, c, F: tl.constexpr):
     for i in range(COUNT):
         index = tl.where(c == tl.load(page + _at(F, "meta") + 32 + i), i, index)
     PER: tl.constexpr = COUNT // 4
-    bit = ((t & 7) * 4 + index // PER) * (_get(F, "page") // 8 * PER) + (t >> 3) * PER + index % PER
+    lane = (t & 7) * 4 + index // PER
+    if _get(F, "fragment_order"):
+        slot = (t >> 3) * (COUNT // 16) + (index % PER >> 2)
+        bit = (lane * (COUNT // 8) + (slot >> 3)) * 32 + 8 * (index & 3) + (slot & 7)
+    else:
+        bit = lane * (_get(F, "page") // 8 * PER) + (t >> 3) * PER + index % PER
     byte = tl.load(page + _at(F, "k_thirds") + bit // 8, mask=(index >= 0) & (t >= 0), other=0).to(tl.int32)
     return tl.where(index >= 0, 2 * ((byte >> (bit % 8)) & 1) - 1, 0).to(tl.float32)
 
