@@ -111,7 +111,7 @@ def inverse(format: KvFormat, table: str, bits: int = 2) -> Tensor:
 
 
 def pack(fields: Tensor, bits: int) -> Tensor:
-    """uint8 fields [..., n] below 2**bits -> bytes [..., n * bits / 8], the first field in the lowest bits; of 4 bits: see above."""
+    """uint8 fields [..., n] below 2**bits -> bytes [..., n * bits / 8], the first in the lowest bits; 4 bits: see above."""
     if bits == 4:
         a, b = fields[..., ::2], fields[..., 1::2]
         return (a >> 3) << 7 | (b & 7) << 4 | (a & 7) << 1 | b >> 3

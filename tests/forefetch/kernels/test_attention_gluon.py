@@ -9,7 +9,7 @@ import torch
 from sealed_scenes import Scene, expected_error, make_scene, relative, truth
 from torch import Tensor
 
-from forefetch.kernels.kv_codec import KvFormat
+from forefetch.kernels.kv_codec import NAMES, KvFormat
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,6 +18,10 @@ pytestmark = [
 SCALE = 128**-0.5
 # Within the sinks, around the first pages' edges and those of what is recent, many pages, an idle row.
 LENGTHS = [1, 15, 16, 17, 127, 128, 192, 193, 255, 256, 257, 320, 321, 1000, 0, 2049]
+
+
+def make(name: str, **options: int) -> KvFormat:
+    return KvFormat(name, thirds=32 if name == "mixed" else 0, **options)
 
 
 def queries(rows: int, heads: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -37,9 +41,9 @@ def run(q: Tensor, scene: Scene, splits: int, scale: float = SCALE) -> Tensor:
 
 
 @pytest.mark.parametrize("group", [1, 4, 7, 8])
-@pytest.mark.parametrize("name", ["e2m0", "asym2"])
+@pytest.mark.parametrize("name", NAMES)
 def test_ragged_batch(name: str, group: int) -> None:
-    scene = make_scene(KvFormat(name), LENGTHS)
+    scene = make_scene(make(name), LENGTHS)
     q = queries(len(LENGTHS), 2 * group)
     expected, bound = truth(q, scene, SCALE), expected_error(q, scene, SCALE)
     for splits in (1, 3, 7):
@@ -51,18 +55,31 @@ def test_ragged_batch(name: str, group: int) -> None:
                 assert relative(got[row], expected[row]) < 2 * bound, f"row of {length}"
 
 
-@pytest.mark.parametrize(("outliers", "sinks", "recent"), [(0, 0, 0), (2, 127, 64), (1, 1, 130), (4, 16, 1)])
-def test_parameters(outliers: int, sinks: int, recent: int) -> None:
-    scene = make_scene(KvFormat("e2m0", outliers=outliers, sinks=sinks, recent=recent), [1, 130, 258, 700])
-    q = queries(4, 8, torch.float16)
+@pytest.mark.parametrize(
+    ("name", "outliers", "sinks", "recent"),
+    [
+        ("e2m0", 0, 0, 0),
+        ("asym3", 2, 127, 64),
+        ("fp4", 0, 1, 130),
+        ("mixed", 4, 16, 1),
+        ("fp4", 4, 16, 1),
+        ("e2m0", 2, 127, 64),
+    ],
+)
+@pytest.mark.parametrize("heads", [8, 16])
+def test_parameters(name: str, outliers: int, sinks: int, recent: int, heads: int) -> None:
+    scene = make_scene(make(name, outliers=outliers, sinks=sinks, recent=recent), [1, 130, 258, 700])
+    q = queries(4, heads, torch.float16)
     assert relative(run(q, scene, 2), truth(q, scene, SCALE)) < expected_error(q, scene, SCALE)
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("strength", [0.1, 4.0, 16.0])
-def test_flat_and_peaked_attention(strength: float) -> None:
+@pytest.mark.parametrize("heads", [8, 16])
+def test_flat_and_peaked_attention(strength: float, name: str, heads: int) -> None:
     """One token over a long flat rest, and scores that differ by hundreds."""
-    scene = make_scene(KvFormat("e2m0"), [1500, 700])
-    q = queries(2, 16) * strength
+    scene = make_scene(make(name), [1500, 700])
+    q = queries(2, heads) * strength
     assert relative(run(q, scene, 3), truth(q, scene, SCALE)) < expected_error(q, scene, SCALE)
 
 

@@ -1,12 +1,13 @@
 """Decode attention over sealed pages on Hopper GPUs: INT8 tensor cores on codes that lie as those want them.
 
-For pages of 128 tokens with head dim 128 in `e2m0` and `asym2`; `supports` says whether a shape is one of these. Everything
+For pages of 128 tokens with head dim 128 in every sealed format; `supports` says whether a shape is one of these. Everything
 that varies from step to step is read on the device, so one captured launch serves any lengths that the plan's table holds.
 """
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,9 +24,7 @@ WARPS = 12  # on an SM
 
 def supports(format: KvFormat, group: int, device: torch.device) -> bool:
     """Whether `decode_sealed` can read `format` for `group` query heads per KV head."""
-    fits = (
-        format.name in ("e2m0", "asym2") and format.head_dim == 128 and format.page == 128 and format.outliers in (0, 1, 2, 4)
-    )
+    fits = format.head_dim == 128 and format.page == 128 and format.outliers in (0, 1, 2, 4) and format.thirds in (0, 32)
     return fits and group <= 8 and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -64,14 +63,15 @@ def decode_sealed(
     """
     _check(q, kv, plan, format)
     rows, heads, _ = q.shape
-    kv_heads, n_pages, blob = kv.pages.shape
+    kv_heads, n_pages, _ = kv.pages.shape
     out = torch.empty_like(q) if out is None else out
     scratch = plan_scratch(rows, heads, kv_heads, plan.page_table.shape[1], q.device) if scratch is None else scratch
     split_sealed[(scratch.splits, rows * kv_heads)](
-        *(q, kv.pages.view(torch.int32), kv.pages.view(torch.float16), plan.page_table, plan.sealed, plan.lengths, plan.tail),
-        *(kv.tail_k, kv.tail_v, kv.sink_k, kv.sink_v, scratch.partial, scratch.stats),
-        *(scale * math.log2(math.e), table(format), ONE, n_pages, kv.tail_k.shape[1], plan.page_table.stride(0)),
-        *(q.stride(0), q.stride(1), kv_heads, heads // kv_heads, blob, format.outliers, format.sinks, kv.tail_k.shape[2]),
+        *(q, kv.pages.view(torch.int32), kv.pages.view(torch.float16), kv.pages),
+        *(plan.page_table, plan.sealed, plan.lengths, plan.tail, kv.tail_k, kv.tail_v, kv.sink_k, kv.sink_v),
+        *(scratch.partial, scratch.stats, scale * math.log2(math.e), _tables(format.name, q.device), ONE),
+        *(n_pages, kv.tail_k.shape[1], plan.page_table.stride(0), q.stride(0), q.stride(1)),
+        *(kv_heads, heads // kv_heads, kv.tail_k.shape[2], format),
         num_warps=1,
         maxnreg=REGISTERS,
     )
@@ -79,9 +79,19 @@ def decode_sealed(
     return out
 
 
-def table(format: KvFormat) -> int:
-    """The four levels as bytes of a signed 32-bit number."""
-    return int.from_bytes(bytes(level & 255 for level in format.levels), "little", signed=True)
+def level_bytes(format: KvFormat) -> tuple[int, int]:
+    """The four levels of 2-bit codes, a byte each, as signed 32-bit numbers: without and with a third bit (`asym3`)."""
+    third = int(format.name == "asym3")
+    tables = ([(level + way) & 255 for level in format.levels[:4]] for way in (-third, third))
+    low, high = (int.from_bytes(bytes(table), "little", signed=True) for table in tables)
+    return low, high
+
+
+@lru_cache
+def _tables(name: str, device: torch.device) -> Tensor:
+    """`level_bytes` on the device, for each lane: int32 [2, 32]. Not read for `fp4`."""
+    low, high = level_bytes(KvFormat(name, thirds=16 if name == "mixed" else 0))
+    return torch.tensor([[low] * 32, [high] * 32], dtype=torch.int32, device=device)
 
 
 def _check(q: Tensor, kv: SealedKv, plan: SealedPlan, format: KvFormat) -> None:

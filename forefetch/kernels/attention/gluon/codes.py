@@ -1,35 +1,11 @@
-"""Register arithmetic: codes -> int8 levels, numbers -> pairs of int8, and the orders of the summed index."""
+"""Register arithmetic: numbers -> pairs of int8 and back, and the orders of the summed index."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from forefetch.kernels.attention.gluon.layouts import A16, B8, B16, words_by
-
-# 16 codes of 2 bits -> 16 bytes in 4 registers. Two codes share a nibble, `prmt` looks up the four nibbles of a selector's
-# lower half: even codes, odd codes, and the upper halves of both. The shift by 16 is a float16 product with an opaque 1.0: that
-# occupies the FMA pipe, which has room, instead of the ALU pipe, which has not; masked bits cannot make a NaN and subnormals
-# are kept. Table ($20) and 1.0 ($36) are arguments of the kernel because ptxas would rebuild an immediate before every use.
-_DECODE = gl.constexpr("""{
-.reg .b32 even, odd, even_up, odd_up;
-.reg .b16 low, high, unit, unused;
-mov.b32 {unit, unused}, $36;
-and.b32 even, $4, 0x33333333;
-shr.u32 odd, $4, 2;
-and.b32 odd, odd, 0x33333333;
-mov.b32 {low, high}, even;
-mul.rn.f16 high, high, unit;
-mov.b32 even_up, {high, high};
-mov.b32 {low, high}, odd;
-mul.rn.f16 high, high, unit;
-mov.b32 odd_up, {high, high};
-prmt.b32 $0, $20, $20, even;
-prmt.b32 $1, $20, $20, odd;
-prmt.b32 $2, $20, $20, even_up;
-prmt.b32 $3, $20, $20, odd_up;
-}""")
-_DECODE_PINS = gl.constexpr("=r,=r,=r,=r," + ",".join(["r"] * 48))
+from forefetch.kernels.attention.gluon.layouts import A16, B16
 
 # Four float16 numbers of up to +-127 -> four high and four low bytes: x = high + low / 254, both signed. Adding 1,536 leaves
 # the nearest whole number in the lowest byte; what that leaves over is exact in float16.
@@ -51,20 +27,6 @@ prmt.b32 $1, a, b, 0x6420;
 STEPS = gl.constexpr(254.0)
 LIMIT = gl.constexpr(127.0)  # the most that a number split in two may be
 _JOIN = gl.constexpr("mad.lo.s32 $0, $1, 254, $2;")
-
-
-@gluon.jit
-def decode(buffer, chunk: gl.constexpr, W: gl.constexpr, table, one):
-    """Words [chunk * W, (chunk + 1) * W) of shared memory -> int8 operand B [128 summed, W / 8]."""
-    LAYOUT: gl.constexpr = words_by(W)
-    words = gl.expand_dims(buffer.slice(chunk * W, W).load(gl.SliceLayout(1, LAYOUT)), 1)
-    words, _ = gl.broadcast(words, gl.full([W, 16], 0, gl.int32, LAYOUT))
-    tables, ones = gl.full([W, 16], table, gl.int32, LAYOUT), gl.full([W, 16], one, gl.int32, LAYOUT)
-    levels = gl.inline_asm_elementwise(_DECODE, _DECODE_PINS, [words, tables, ones], dtype=gl.int8, is_pure=True, pack=16)
-    # word bits 9-7 | 6-4 | 3-2 | 1 | 0, then code bits 3-2 | 1-0 as `prmt` left them -> k6 | k5-4 | k3-2 | k1-0, n
-    levels = gl.reshape(levels, (W // 128, 8, 4, 2, 2, 4, 4))
-    levels = gl.reshape(gl.permute(levels, (4, 5, 2, 6, 0, 3, 1)), (128, W // 8))
-    return gl.convert_layout(levels, B8, assert_trivial=True)
 
 
 @gluon.jit
@@ -96,6 +58,13 @@ def unstack(acc):
 def channels_to_k8(x):
     """[8, 128] by channel -> by k of the stored keys: k6..k0 = c4 c3 | c0 | c6 c5 | c2 c1."""
     x = gl.permute(gl.reshape(x, (8, 4, 4, 4, 2)), (0, 2, 4, 1, 3))
+    return gl.reshape(x, (8, 128))
+
+
+@gluon.jit
+def channels_to_k16(x):
+    """[8, 128] by channel -> by k of `fp4`'s stored keys: k6..k0 = c4 c3 | c2 | c1 | c6 c5 | c0."""
+    x = gl.permute(gl.reshape(x, (8, 4, 4, 2, 2, 2)), (0, 2, 3, 4, 1, 5))
     return gl.reshape(x, (8, 128))
 
 
@@ -137,6 +106,12 @@ def quarters(x):
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
     return first, second, third, fourth
+
+
+@gluon.jit
+def stored_to_tokens(x):
+    """[128] over tokens as stored -> in order."""
+    return gl.reshape(gl.permute(gl.reshape(x, (2, 4, 8, 2)), (0, 2, 1, 3)), (128,))
 
 
 @gluon.jit

@@ -19,8 +19,8 @@ LOWEST = gl.constexpr(-1e30)  # stands for -inf where differences of two are tak
 
 @gluon.jit
 def as_tile(codes):
-    """A buffer of 1,024 words as float16 [16, 128]."""
-    return codes._reinterpret(gl.float16, [TILE, 128], SWIZZLED)
+    """The first 1,024 words of a buffer as float16 [16, 128]."""
+    return codes.slice(0, 1024)._reinterpret(gl.float16, [TILE, 128], SWIZZLED)
 
 
 @gluon.jit

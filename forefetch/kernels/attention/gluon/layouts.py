@@ -39,6 +39,7 @@ COPY_WORDS = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 COPY_HALVES = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
 COPY_TOKENS = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 COPY_TILE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0]))
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # [32], an element each
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
@@ -59,6 +60,39 @@ def rows_by(columns):
 def tokens_k(columns):
     """[8, columns] over tokens in the order k of an 8-bit operand."""
     return _Linear([[0, 1], [0, 2], *_bits(4, columns)], [[0, 4], [0, 8], *_ROWS], [], [], [8, columns])
+
+
+@gluon.constexpr_function
+def channels_k16():
+    """[8, 128] over channels in the order k of float16 operands that meet `fp4`."""
+    return _Linear([[0, 1], [0, 8], [0, 16], [0, 32], [0, 64]], [[0, 2], [0, 4], *_ROWS], [], [], [8, 128])
+
+
+@gluon.constexpr_function
+def halves_by(count):
+    """[count, 8]: stored words and their 8 codes of 4 bits; a lane reads 16 bytes."""
+    chunk = [[1 << bit, 0] for bit in range(7, count.bit_length() - 1)]
+    lanes = [[4, 0], [8, 0], [16, 0], [32, 0], [64, 0]]
+    return _Linear([[0, 1], [0, 2], [0, 4], [1, 0], [2, 0], *chunk], lanes, [], [], [count, 8])
+
+
+@gluon.constexpr_function
+def thirds_by(count):
+    """[count]: words of third bits, each for two words of codes that lie as `words_by` has them."""
+    chunk = [[1 << bit] for bit in range(6, count.bit_length() - 1)]
+    return _Linear([[1], *chunk], [[2], [4], [8], [16], [32]], [], [], [count])
+
+
+# `mixed`: the 128 words of third bits, a lane's four in its registers; and one word's 32 bits.
+THIRDS = gl.constexpr(_Linear([[1], [2]], [[4], [8], [16], [32], [64]], [], [], [128]))
+BITS = gl.constexpr(
+    _Linear([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]], [], [], [32, 32])
+)
+# The list of the 32 channels that have one: a lane reads the 8 bytes that its part of operand A stands for.
+LISTED = gl.constexpr(_Linear([[1], [2], [4]], [[8], [16], [0], [0], [0]], [], [], [32]))
+# E4M3 scales of 128 channels, and of 128 tokens as stored.
+CHANNEL_BYTES = gl.constexpr(_Linear([[1], [2], [4], [8], [16]], [[32], [64], [0], [0], [0]], [], [], [128]))
+TOKEN_BYTES = TOKENS
 
 
 @gluon.constexpr_function
