@@ -40,17 +40,20 @@ def words_of(format, section):
 
 @gluon.jit
 def buffers(F: gl.constexpr):
-    """Shared memory of one page: (K codes, scale and zero, outliers, third bits), (V codes, scale and zero, third bits); for
-    `fp4` (K codes, scales as bytes, zeros, outliers), (V codes, scales, zeros)."""
-    k_codes = gl.allocate_shared_memory(gl.int32, [words_of(F, "k_codes")], FLAT)
-    v_codes = gl.allocate_shared_memory(gl.int32, [words_of(F, "v_codes")], FLAT)
+    """Shared memory of one page: (K codes, scale and zero, outliers, third bits), (V codes, scale and zero, third bits).
+
+    `fp4`: (ring of codes, K's scales, zeros, outliers), (the ring, V's scales, zeros). The ring holds three of a page's four
+    quarters of 4 KB, first and second half of K's codes and of V's: with all four, two warps less would fit on an SM."""
     outliers = gl.allocate_shared_memory(gl.float16, [max(1, get(F, "outliers")) * 128], FLAT)
     if get(F, "name") == "fp4":
+        ring = gl.allocate_shared_memory(gl.int32, [3, 1024], FLAT)
         k_scales, v_scales = gl.allocate_shared_memory(gl.int32, [128], FLAT), gl.allocate_shared_memory(gl.int32, [128], FLAT)
         k_zero = gl.allocate_shared_memory(gl.float16, [128], FLAT)
         v_zero = gl.allocate_shared_memory(gl.float16, [128], FLAT)
-        return (k_codes, k_scales, k_zero, outliers), (v_codes, v_scales, v_zero)
+        return (ring, k_scales, k_zero, outliers), (ring, v_scales, v_zero)
     else:
+        k_codes = gl.allocate_shared_memory(gl.int32, [words_of(F, "k_codes")], FLAT)
+        v_codes = gl.allocate_shared_memory(gl.int32, [words_of(F, "v_codes")], FLAT)
         k_rest, v_rest = gl.allocate_shared_memory(gl.float16, [256], FLAT), gl.allocate_shared_memory(gl.float16, [256], FLAT)
         k_thirds, v_thirds = k_codes, v_codes  # not looked at
         if words_of(F, "k_thirds") > 0:
@@ -66,20 +69,28 @@ def _copy(buffer, source, wanted, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(head, page, wanted, buffers, F: gl.constexpr):
-    """Starts copying what scores need of a page."""
+def load_quarter(buffer, head, page, wanted, which: gl.constexpr, F: gl.constexpr):
+    """`fp4`: starts copying a half of K's codes (`which` 0, 1) or of V's (2, 3)."""
+    words = head[0] + page.to(gl.int64) * (get(F, "blob_bytes") // 4)
+    _copy(buffer, words + which * 1024, wanted, 1024, COPY_WORDS)
+
+
+@gluon.jit
+def load_keys(head, page, wanted, buffers, slot, F: gl.constexpr):
+    """Starts copying what scores need of a page; `fp4`: K's first half of codes, into a slot of the ring."""
     words, halves = (
         head[0] + page.to(gl.int64) * (get(F, "blob_bytes") // 4),
         head[1] + page.to(gl.int64) * (get(F, "blob_bytes") // 2),
     )
     OWN: gl.constexpr = get(F, "outliers") * 128
-    _copy(buffers[0], words, wanted, words_of(F, "k_codes"), COPY_WORDS)
     if get(F, "name") == "fp4":
+        load_quarter(buffers[0].index(slot), head, page, wanted, 0, F)
         _copy(buffers[1], words + place(F, "k_scale") // 4, wanted, 128, COPY_WORDS)
         _copy(buffers[2], halves + place(F, "k_zero") // 2, wanted, 128, COPY_HALVES)
         if OWN > 0:
             _copy(buffers[3], halves + place(F, "outliers") // 2, wanted, OWN, COPY_TOKENS)
     else:
+        _copy(buffers[0], words, wanted, words_of(F, "k_codes"), COPY_WORDS)
         _copy(buffers[1], halves + place(F, "k_scale") // 2, wanted, 256, COPY_HALVES)
         if OWN > 0:
             _copy(buffers[2], halves + place(F, "outliers") // 2, wanted, OWN, COPY_TOKENS)
@@ -88,20 +99,30 @@ def load_keys(head, page, wanted, buffers, F: gl.constexpr):
 
 
 @gluon.jit
-def load_values(head, page, wanted, buffers, F: gl.constexpr):
-    """Starts copying the rest of it."""
+def load_values(head, page, wanted, buffers, slot, F: gl.constexpr):
+    """Starts copying the rest of it; `fp4`: V's first half of codes."""
     words, halves = (
         head[0] + page.to(gl.int64) * (get(F, "blob_bytes") // 4),
         head[1] + page.to(gl.int64) * (get(F, "blob_bytes") // 2),
     )
-    _copy(buffers[0], words + place(F, "v_codes") // 4, wanted, words_of(F, "v_codes"), COPY_WORDS)
     if get(F, "name") == "fp4":
+        load_quarter(buffers[0].index(slot), head, page, wanted, 2, F)
         _copy(buffers[1], words + place(F, "v_scale") // 4, wanted, 128, COPY_WORDS)
         _copy(buffers[2], halves + place(F, "v_zero") // 2, wanted, 128, COPY_HALVES)
     else:
+        _copy(buffers[0], words + place(F, "v_codes") // 4, wanted, words_of(F, "v_codes"), COPY_WORDS)
         _copy(buffers[1], halves + place(F, "v_scale") // 2, wanted, 256, COPY_HALVES)
         if words_of(F, "v_thirds") > 0:
             _copy(buffers[2], words + place(F, "v_thirds") // 4, wanted, words_of(F, "v_thirds"), COPY_WORDS)
+
+
+@gluon.jit
+def codes_at(buffers, slot, F: gl.constexpr):
+    """Where codes lie; `fp4`: in a slot of the ring."""
+    if get(F, "name") == "fp4":
+        return buffers[0].index(slot)
+    else:
+        return buffers[0]
 
 
 @gluon.jit
@@ -111,9 +132,11 @@ def fetch_keys(tokens, spans, start, head, page, any_page, buffers, F: gl.conste
     Branches and not masks alone: a masked copy writes zeros, and two copies to one place have no order.
     """
     if start < spans[2]:
-        load_tile(tokens, spans, start, buffers[0])
+        load_tile(tokens, spans, start, codes_at(buffers, 0, F))
     elif any_page:
-        load_keys(head, page, any_page, buffers, F)
+        load_keys(head, page, any_page, buffers, 0, F)
+        if get(F, "name") == "fp4":
+            load_quarter(buffers[0].index(1), head, page, any_page, 1, F)
     async_copy.commit_group()
 
 
@@ -121,9 +144,9 @@ def fetch_keys(tokens, spans, start, head, page, any_page, buffers, F: gl.conste
 def fetch_values(tokens, spans, start, head, page, any_page, buffers, F: gl.constexpr):
     """The same of the V buffers."""
     if start < spans[2]:
-        load_tile(tokens, spans, start, buffers[0])
+        load_tile(tokens, spans, start, codes_at(buffers, 2, F))
     elif any_page:
-        load_values(head, page, any_page, buffers, F)
+        load_values(head, page, any_page, buffers, 2, F)
     async_copy.commit_group()
 
 

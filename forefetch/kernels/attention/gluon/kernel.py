@@ -6,46 +6,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from forefetch.kernels.attention.gluon.copies import (
-    buffers,
-    fetch_keys,
-    fetch_values,
-    get,
-    load_keys,
-    load_meta,
-    load_values,
-    pick,
-    pick_thirds,
-)
+from forefetch.kernels.attention.gluon.copies import buffers, codes_at, fetch_keys, fetch_values, get
 from forefetch.kernels.attention.gluon.decode import load_table
 from forefetch.kernels.attention.gluon.half import TILE, add_tile, no_tokens, tile_scores, to_pages
-from forefetch.kernels.attention.gluon.layouts import CHUNK, FLAT, QUERY, SWIZZLED, rows_by
-from forefetch.kernels.attention.gluon.page import add_values, row_max, scores, soft, weights_operand
-from forefetch.kernels.attention.gluon.page_half import UP, add_half_values, half_scores
-
-# A running maximum moves only when a page exceeds it by this much (base 2): sums are float32 and have the range.
-HEADROOM = gl.constexpr(60.0)
-
-
-@gluon.jit
-def hide_sinks(parts, SINKS: gl.constexpr):
-    """Page 0's first tokens are read as float16 instead."""
-    PART: gl.constexpr = rows_by(CHUNK)
-    token = gl.arange(0, CHUNK, gl.SliceLayout(0, PART))[None, :]
-    hidden = ()
-    for i in gl.static_range(4):
-        hidden = hidden + (gl.where(token + i * CHUNK < SINKS, float("-inf"), parts[i]),)
-    return hidden
-
-
-@gluon.jit
-def raise_top(top, page_top, total, weighted, sums):
-    """Moves the running maximum to the page's, and everything that was measured by it."""
-    higher = gl.maximum(top, page_top)
-    shrink = gl.exp2(top - higher)
-    across = gl.convert_layout(shrink, gl.SliceLayout(1, rows_by(8)), assert_trivial=True)[:, None]
-    a = shrink[:, None]
-    return higher, total * across, weighted * across, (sums[0] * a, sums[1] * a, sums[2] * a, sums[3] * a)
+from forefetch.kernels.attention.gluon.layouts import CHUNK, QUERY, SWIZZLED, rows_by
+from forefetch.kernels.attention.gluon.loops import attend_half_pages, attend_pages
+from forefetch.kernels.attention.gluon.page import row_max
+from forefetch.kernels.attention.gluon.page_half import UP
 
 
 @gluon.jit(do_not_specialize=["one", "n_pages", "n_tails", "table_row"])
@@ -78,15 +45,18 @@ def split_sealed(
     k_buffers, v_buffers = buffers(F)
     q_at = q + row.to(gl.int64) * q_row + kv_head * G * q_head
     query, unit, row_scale = load_query(q_at, q_head, scale, G, UP if get(F, "name") == "fp4" else 0)
-    tables = load_table(levels), load_table(levels + 32)
     state = attend_half(
         query, keys, values, spans, split * TILE, splits * TILE, head, page, span[1] < span[2], k_buffers, v_buffers,
         row_scale, F,
     )  # fmt: skip
-    state = attend_pages(
-        state, query, head, span, page, k_buffers, v_buffers, tables, one, (q_at, q_head),
-        (scale, row_scale, unit), G, F,
-    )  # fmt: skip
+    scales = scale, row_scale, unit
+    if get(F, "name") == "fp4":
+        state = attend_half_pages(state, query, head, span, page, k_buffers, v_buffers, (q_at, q_head), scales, G, F)
+    else:
+        tables = load_table(levels), load_table(levels + 32)
+        state = attend_pages(
+            state, query, head, span, page, k_buffers, v_buffers, tables, one, (q_at, q_head), scales, G, F,
+        )  # fmt: skip
     finish(state, partial, stats, (row * HK + kv_head) * G, split, splits, G)
 
 
@@ -121,85 +91,12 @@ def attend_half(
     state = no_tokens()
     for start in range(first, spans[2], stride):
         async_copy.wait_group(1)
-        s = tile_scores(query, k_buffers[0], start, spans, scale)
+        s = tile_scores(query, codes_at(k_buffers, 0, F), start, spans, scale)
         fetch_keys(keys, spans, start + stride, head, page, any_page, k_buffers, F)
         async_copy.wait_group(1)
-        state = add_tile(state, s, v_buffers[0])
+        state = add_tile(state, s, codes_at(v_buffers, 2, F))
         fetch_values(values, spans, start + stride, head, page, any_page, v_buffers, F)
     return to_pages(state)
-
-
-@gluon.jit
-def page_scores(query, buffers, picked, third, meta, levels, one, scale, F: gl.constexpr):
-    """`scores` of the format."""
-    N: gl.constexpr = get(F, "outliers")
-    if get(F, "name") == "fp4":
-        bytes_of = buffers[1]._reinterpret(gl.int8, [512], FLAT)
-        return half_scores(query, (buffers[0], bytes_of, buffers[2], buffers[3]), picked, meta[1], scale, N)
-    else:
-        return scores(query, buffers, picked, third, levels, one, scale, N, get(F, "name"))
-
-
-@gluon.jit
-def page_values(sums, weights, buffers, factor, levels, one, F: gl.constexpr):
-    """`add_values` of the format."""
-    if get(F, "name") == "fp4":
-        return add_half_values(sums, weights, buffers[0], buffers[1]._reinterpret(gl.int8, [512], FLAT), factor)
-    else:
-        operand = weights_operand(weights, buffers[1].slice(0, 128))
-        return add_values(sums, operand, buffers[0], buffers[2], factor, levels, one, get(F, "name") == "asym3")
-
-
-@gluon.jit
-def attend_pages(
-    state, query, head, span, page, k_buffers, v_buffers, levels, one, q, scales, G: gl.constexpr, F: gl.constexpr
-):  # fmt: skip
-    """The span's pages -> (maximum [8], sum of weights [8, 8], sum of weights times zero [8, 8], sums four [8, 32]).
-
-    `span`: (row of the page table, first page, end); `q`: (the row's queries, stride of heads); `scales`: (base-2 scale of
-    scores, the same per unit of the stored queries [8], that unit [8])."""
-    N: gl.constexpr = get(F, "outliers")
-    table, first, last = span
-    top, total, sums = state
-    weighted = gl.zeros([8, 8], gl.float32, rows_by(8))
-    if get(F, "name") == "fp4":  # noqa: SIM108 - both sides of an expression would be compiled
-        v_zero = v_buffers[2]
-    else:
-        v_zero = v_buffers[1].slice(128, 128)
-    meta = load_meta(head, page, F)
-    picked, third = pick(q[0], q[1], meta, scales[0], G, N), 0
-    if get(F, "thirds") > 0:
-        third = pick_thirds(q[0], q[1], head, page, meta, scales[2], G, F)
-    coming = gl.load(table + first + 1, mask=first + 1 < last, other=0)
-    for p in range(first, last):
-        following = load_meta(head, coming, F)
-        after = gl.load(table + p + 2, mask=p + 2 < last, other=0)
-        async_copy.wait_group(1)
-        parts = page_scores(query, k_buffers, picked, third, meta, levels, one, scales[1], F)
-        load_keys(head, coming, p + 1 < last, k_buffers, F)
-        async_copy.commit_group()
-        if get(F, "sinks") > 0:
-            if p == 0:
-                parts = hide_sinks(parts, get(F, "sinks"))
-        page_top = row_max(gl.maximum(gl.maximum(parts[0], parts[1]), gl.maximum(parts[2], parts[3])))
-        if gl.max(page_top - top, 0) > HEADROOM:
-            top, total, weighted, sums = raise_top(top, page_top, total, weighted, sums)
-        if get(F, "name") == "fp4":
-            page_top -= UP
-        share = gl.exp2(page_top - top)
-        picked = pick(q[0], q[1], following, scales[0], G, N)
-        if get(F, "thirds") > 0:
-            third = pick_thirds(q[0], q[1], head, coming, following, scales[2], G, F)
-        async_copy.wait_group(1)
-        weights, page_total, page_weighted = soft(parts, page_top, v_zero)
-        across = gl.convert_layout(share, gl.SliceLayout(1, rows_by(8)), assert_trivial=True)[:, None]
-        total, weighted = total + page_total * across, weighted + page_weighted * across
-        sums = page_values(sums, weights, v_buffers, share * meta[0], levels, one, F)
-        load_values(head, coming, p + 1 < last, v_buffers, F)
-        async_copy.commit_group()
-        meta, coming = following, after
-    async_copy.wait_group(0)
-    return top, total, weighted, sums
 
 
 @gluon.jit

@@ -10,11 +10,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from forefetch.kernels.attention.gluon.codes import channels_to_k16, join_quarters, stack, stored_to_tokens, unstack
-from forefetch.kernels.attention.gluon.decode import LEVEL, SCALE4, decode_half, e4m3
+from forefetch.kernels.attention.gluon.decode import decode_half, e4m3
 from forefetch.kernels.attention.gluon.layouts import (
     A16,
     CHANNEL_BYTES,
-    CHANNELS,
     CHUNK,
     MMA,
     QUERY,
@@ -22,28 +21,35 @@ from forefetch.kernels.attention.gluon.layouts import (
     channels_k16,
     rows_by,
 )
-from forefetch.kernels.attention.gluon.page import outlier_columns, outlier_part, zero_part
+from forefetch.kernels.attention.gluon.page import outlier_part
 
-UP = gl.constexpr(14)  # queries and weights are brought below 2^14: products with small scales keep their bits in float16
+UP = gl.constexpr(6)  # queries and weights are brought below 2^6: their products with scales, at most 448, fit float16
 
 
 @gluon.jit
-def half_scores(query, buffers, picked, factor, scale, N: gl.constexpr):
-    """As `page.scores`; `buffers`: K codes, scales, zeros, outliers; `factor`: the page's, of K's scales."""
-    PART: gl.constexpr = rows_by(CHUNK)
-    codes, scales, zero, outliers = buffers
-    q = query.load(QUERY)
-    base = zero_part(q, zero.load(CHANNELS)) * scale
-    unit = scale * (factor * (LEVEL * SCALE4))
-    columns = outlier_columns(outliers, N)
+def half_scores(q, codes, scales, i: gl.constexpr, base, picked, columns, unit, N: gl.constexpr):
+    """Scores (base 2) of tokens 32 i to 32 i + 63 as two [8, 32]. q [8, 128] float16 by channel; `codes`: theirs, in shared
+    memory, `scales` the page's; the rest as in `page.outlier_part`; `unit` [8]: scores per unit of q scale level."""
+    operand = stack(_scaled_query(q, scales, i), _scaled_query(q, scales, i + 1), A16)
     parts = ()
-    for i in gl.static_range(0, 4, 2):
-        operand = stack(_scaled_query(q, scales, i), _scaled_query(q, scales, i + 1), A16)
-        for j in gl.static_range(2):
-            acc = mma_v2(operand, decode_half(codes, i + j), gl.zeros([16, CHUNK], gl.float32, MMA))
-            part = outlier_part(base, picked, columns, i + j, N)
-            parts = parts + (gl.convert_layout(unstack(acc)[j], PART, assert_trivial=True) * unit[:, None] + part,)
+    for j in gl.static_range(2):
+        acc = mma_v2(operand, decode_half(codes, j), gl.zeros([16, CHUNK], gl.float32, MMA))
+        part = gl.convert_layout(unstack(acc)[j], rows_by(CHUNK), assert_trivial=True)
+        parts = parts + (part * unit[:, None] + outlier_part(base, picked, columns, i + j, N),)
     return parts
+
+
+@gluon.jit
+def add_half_values(sums, weights, codes, scales, i: gl.constexpr, unit):
+    """Adds `unit` [8] times the page's weighted values of channels 32 i to 32 i + 63 to two [8, 32] of `sums`; `weights`
+    [8, 128] float16 by token, `codes` those channels' in shared memory, `scales` the page's."""
+    operand = stack(_scaled_weights(weights, scales, i), _scaled_weights(weights, scales, i + 1), A16)
+    added = ()
+    for j in gl.static_range(2):
+        acc = mma_v2(operand, decode_half(codes, j), gl.zeros([16, CHUNK], gl.float32, MMA))
+        part = gl.convert_layout(unstack(acc)[j], rows_by(CHUNK), assert_trivial=True)
+        added = added + (sums[i + j] + part * unit[:, None],)
+    return added
 
 
 @gluon.jit
@@ -62,16 +68,6 @@ def _scaled_weights(p, scales, i: gl.constexpr):
 
 
 @gluon.jit
-def add_half_values(sums, weights, codes, scales, factor):
-    """Adds `factor` [8] times the page's weighted values to `sums`, four [8, 32]; `weights`: four float16 [8, 32]."""
-    PART: gl.constexpr = rows_by(CHUNK)
-    p = gl.convert_layout(join_quarters(weights), rows_by(128), assert_trivial=True)
-    unit = factor * (LEVEL * SCALE4)
-    added = ()
-    for i in gl.static_range(0, 4, 2):
-        operand = stack(_scaled_weights(p, scales, i), _scaled_weights(p, scales, i + 1), A16)
-        for j in gl.static_range(2):
-            acc = mma_v2(operand, decode_half(codes, i + j), gl.zeros([16, CHUNK], gl.float32, MMA))
-            part = gl.convert_layout(unstack(acc)[j], PART, assert_trivial=True)
-            added = added + (sums[i + j] + part * unit[:, None],)
-    return added
+def by_token(weights):
+    """Four [8, 32] -> [8, 128]."""
+    return gl.convert_layout(join_quarters(weights), rows_by(128), assert_trivial=True)
