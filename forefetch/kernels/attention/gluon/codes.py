@@ -24,6 +24,26 @@ fma.rn.f16x2 rest, $3, $5, b;
 fma.rn.f16x2 b, rest, steps, magic;
 prmt.b32 $1, a, b, 0x6420;
 }""")
+# The same where a mask ($8) is set, and where it is not: high, low, other high, other low.
+_MASKED_BYTES = gl.constexpr("""{
+.reg .b32 magic, steps, a, b, rest, high, low;
+mov.b32 magic, 0x66006600;
+mov.b32 steps, 0x5bf05bf0;
+fma.rn.f16x2 a, $4, $6, magic;
+fma.rn.f16x2 b, $5, $7, magic;
+prmt.b32 high, a, b, 0x6420;
+sub.rn.f16x2 a, magic, a;
+sub.rn.f16x2 b, magic, b;
+fma.rn.f16x2 rest, $4, $6, a;
+fma.rn.f16x2 a, rest, steps, magic;
+fma.rn.f16x2 rest, $5, $7, b;
+fma.rn.f16x2 b, rest, steps, magic;
+prmt.b32 low, a, b, 0x6420;
+and.b32 $0, high, $8;
+xor.b32 $2, high, $0;
+and.b32 $1, low, $8;
+xor.b32 $3, low, $1;
+}""")
 STEPS = gl.constexpr(254.0)
 LIMIT = gl.constexpr(127.0)  # the most that a number split in two may be
 _JOIN = gl.constexpr("mad.lo.s32 $0, $1, 254, $2;")
@@ -33,6 +53,16 @@ _JOIN = gl.constexpr("mad.lo.s32 $0, $1, 254, $2;")
 def high_low(x, factor):
     """float16 x, factor [8, k] with |x factor| <= 127 -> (high, low) int8: x factor = high + low / 254."""
     return gl.inline_asm_elementwise(_BYTES, "=r,=r,r,r,r,r", [x, factor], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
+
+
+@gluon.jit
+def masked_high_low(x, factor):
+    """`high_low` of rows 0-3, zero elsewhere, and of rows 4-7: (high, low, other high, other low)."""
+    row = gl.arange(0, 8, gl.SliceLayout(1, x.type.layout))
+    mask, _ = gl.broadcast(gl.where(row < 4, -1, 0)[:, None], gl.full(x.shape, 0, gl.int32, x.type.layout))
+    pins: gl.constexpr = "=r,=r,=r,=r,r,r,r,r,r,r,r,r"
+    kinds: gl.constexpr = (gl.int8, gl.int8, gl.int8, gl.int8)
+    return gl.inline_asm_elementwise(_MASKED_BYTES, pins, [x, factor, mask], dtype=kinds, is_pure=True, pack=4)
 
 
 @gluon.jit
@@ -52,6 +82,14 @@ def stack(upper, lower, LAYOUT: gl.constexpr):
 def unstack(acc):
     """Accumulator [16, n] -> its upper and lower rows [8, n]."""
     return gl.split(gl.permute(gl.reshape(acc, (2, 8, acc.shape[1])), (1, 2, 0)))
+
+
+@gluon.jit
+def both_rows(query, LAYOUT: gl.constexpr):
+    """[4, 128] in shared memory, a head each -> [8, 128]."""
+    x = gl.expand_dims(query.load(gl.SliceLayout(0, LAYOUT)), 0)
+    x, _ = gl.broadcast(x, gl.full([2, 4, 128], 0.0, x.dtype, LAYOUT))
+    return gl.reshape(x, (8, 128))
 
 
 @gluon.jit
@@ -103,6 +141,16 @@ def quarters(x):
     """[128] over tokens as stored, position bits t6 | t2 t1 | t5 | t4 t3 | t0 -> four vectors of 32 tokens in order."""
     x = gl.permute(gl.reshape(x, (2, 4, 2, 4, 2)), (3, 1, 4, 0, 2))  # t4 t3 | t2 t1 | t0 | t6 | t5
     even, odd = gl.split(gl.reshape(x, (32, 2, 2)))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def row_quarters(x):
+    """The same of [8, 128]: four [8, 32]."""
+    x = gl.permute(gl.reshape(x, (8, 2, 4, 2, 4, 2)), (0, 4, 2, 5, 1, 3))
+    even, odd = gl.split(gl.reshape(x, (8, 32, 2, 2)))
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
     return first, second, third, fourth

@@ -11,10 +11,13 @@ from forefetch.kernels.attention.gluon.half import load_tile
 from forefetch.kernels.attention.gluon.layouts import (
     CHUNK,
     COPY_HALVES,
+    COPY_PAIR,
+    COPY_PAIR_TOKENS,
     COPY_TOKENS,
     COPY_WORDS,
     FLAT,
     LISTED,
+    PAIRED,
     rows_by,
     tokens_k,
 )
@@ -39,28 +42,50 @@ def words_of(format, section):
 
 
 @gluon.jit
-def buffers(F: gl.constexpr):
-    """Shared memory of one page: (K codes, scale and zero, outliers, third bits), (V codes, scale and zero, third bits).
-
-    `fp4`: (ring of codes, K's scales, zeros, outliers), (the ring, V's scales, zeros). The ring holds three of a page's four
-    quarters of 4 KB, first and second half of K's codes and of V's: with all four, two warps less would fit on an SM."""
-    outliers = gl.allocate_shared_memory(gl.float16, [max(1, get(F, "outliers")) * 128], FLAT)
-    if get(F, "name") == "fp4":
-        ring = gl.allocate_shared_memory(gl.int32, [3, 1024], FLAT)
-        k_scales, v_scales = gl.allocate_shared_memory(gl.int32, [128], FLAT), gl.allocate_shared_memory(gl.int32, [128], FLAT)
-        k_zero = gl.allocate_shared_memory(gl.float16, [128], FLAT)
-        v_zero = gl.allocate_shared_memory(gl.float16, [128], FLAT)
-        return (ring, k_scales, k_zero, outliers), (ring, v_scales, v_zero)
+def buffers(F: gl.constexpr, PAIR: gl.constexpr):
+    """Shared memory of one page, K's and V's: see the three functions."""
+    if PAIR:
+        return _pair_buffers(F)
+    elif get(F, "name") == "fp4":
+        return _ring_buffers(F)
     else:
-        k_codes = gl.allocate_shared_memory(gl.int32, [words_of(F, "k_codes")], FLAT)
-        v_codes = gl.allocate_shared_memory(gl.int32, [words_of(F, "v_codes")], FLAT)
-        k_rest, v_rest = gl.allocate_shared_memory(gl.float16, [256], FLAT), gl.allocate_shared_memory(gl.float16, [256], FLAT)
-        k_thirds, v_thirds = k_codes, v_codes  # not looked at
-        if words_of(F, "k_thirds") > 0:
-            k_thirds = gl.allocate_shared_memory(gl.int32, [words_of(F, "k_thirds")], FLAT)
-        if words_of(F, "v_thirds") > 0:
-            v_thirds = gl.allocate_shared_memory(gl.int32, [words_of(F, "v_thirds")], FLAT)
-        return (k_codes, k_rest, outliers, k_thirds), (v_codes, v_rest, v_thirds)
+        return _page_buffers(F)
+
+
+@gluon.jit
+def _page_buffers(F: gl.constexpr):
+    """(K codes, scale and zero, outliers, third bits), (V codes, scale and zero, third bits)."""
+    k_codes, v_codes = gl.allocate_shared_memory(gl.int32, [1024], FLAT), gl.allocate_shared_memory(gl.int32, [1024], FLAT)
+    k_rest, v_rest = gl.allocate_shared_memory(gl.float16, [256], FLAT), gl.allocate_shared_memory(gl.float16, [256], FLAT)
+    outliers = gl.allocate_shared_memory(gl.float16, [max(1, get(F, "outliers")) * 128], FLAT)
+    k_thirds, v_thirds = k_codes, v_codes  # not looked at
+    if words_of(F, "k_thirds") > 0:
+        k_thirds = gl.allocate_shared_memory(gl.int32, [words_of(F, "k_thirds")], FLAT)
+    if words_of(F, "v_thirds") > 0:
+        v_thirds = gl.allocate_shared_memory(gl.int32, [words_of(F, "v_thirds")], FLAT)
+    return (k_codes, k_rest, outliers, k_thirds), (v_codes, v_rest, v_thirds)
+
+
+@gluon.jit
+def _ring_buffers(F: gl.constexpr):
+    """`fp4`: (ring of codes, K's scales, zeros, outliers), (the ring, V's scales, zeros). The ring holds three of a page's four
+    quarters of 4 KB, first and second half of K's codes and of V's: with all four, two warps less would fit on an SM."""
+    ring = gl.allocate_shared_memory(gl.int32, [3, 1024], FLAT)
+    k_scales, v_scales = gl.allocate_shared_memory(gl.int32, [128], FLAT), gl.allocate_shared_memory(gl.int32, [128], FLAT)
+    k_zero, v_zero = gl.allocate_shared_memory(gl.float16, [128], FLAT), gl.allocate_shared_memory(gl.float16, [128], FLAT)
+    outliers = gl.allocate_shared_memory(gl.float16, [max(1, get(F, "outliers")) * 128], FLAT)
+    return (ring, k_scales, k_zero, outliers), (ring, v_scales, v_zero)
+
+
+@gluon.jit
+def _pair_buffers(F: gl.constexpr):
+    """Of two pages: (K codes of each, scales and zeros [2, 256], outliers [2, N 128]), (V codes of each, scales and zeros)."""
+    k_first, k_second = gl.allocate_shared_memory(gl.int32, [1024], FLAT), gl.allocate_shared_memory(gl.int32, [1024], FLAT)
+    v_first, v_second = gl.allocate_shared_memory(gl.int32, [1024], FLAT), gl.allocate_shared_memory(gl.int32, [1024], FLAT)
+    k_rest = gl.allocate_shared_memory(gl.float16, [2, 256], PAIRED)
+    v_rest = gl.allocate_shared_memory(gl.float16, [2, 256], PAIRED)
+    outliers = gl.allocate_shared_memory(gl.float16, [2, max(1, get(F, "outliers")) * 128], PAIRED)
+    return (k_first, k_second, k_rest, outliers), (v_first, v_second, v_rest)
 
 
 @gluon.jit
@@ -117,6 +142,50 @@ def load_values(head, page, wanted, buffers, slot, F: gl.constexpr):
 
 
 @gluon.jit
+def _copy_pair(buffer, source, pages, have, COUNT: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
+    """The same part of two pages [2, COUNT]; zeros of the one that is not there."""
+    row = gl.arange(0, 2, gl.SliceLayout(1, LAYOUT))
+    page = gl.where(row == 0, pages[0], pages[1]).to(gl.int64) * (get(F, "blob_bytes") // 2)
+    column = gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
+    at = source + page[:, None] + column[None, :]
+    async_copy.async_copy_global_to_shared(buffer, at, mask=(row < have)[:, None])
+
+
+@gluon.jit
+def load_pair_keys(head, pages, have, buffers, F: gl.constexpr):
+    """`load_keys` of two pages, of which the first `have` are there."""
+    BLOB: gl.constexpr = get(F, "blob_bytes")
+    OWN: gl.constexpr = get(F, "outliers") * 128
+    for i in gl.static_range(2):
+        _copy(buffers[i], head[0] + pages[i].to(gl.int64) * (BLOB // 4), have > i, 1024, COPY_WORDS)
+    _copy_pair(buffers[2], head[1] + place(F, "k_scale") // 2, pages, have, 256, COPY_PAIR, F)
+    if OWN > 0:
+        _copy_pair(buffers[3], head[1] + place(F, "outliers") // 2, pages, have, OWN, COPY_PAIR_TOKENS, F)
+
+
+@gluon.jit
+def load_pair_values(head, pages, have, buffers, F: gl.constexpr):
+    """`load_values` of two pages."""
+    BLOB: gl.constexpr = get(F, "blob_bytes")
+    for i in gl.static_range(2):
+        source = head[0] + pages[i].to(gl.int64) * (BLOB // 4) + place(F, "v_codes") // 4
+        _copy(buffers[i], source, have > i, 1024, COPY_WORDS)
+    _copy_pair(buffers[2], head[1] + place(F, "v_scale") // 2, pages, have, 256, COPY_PAIR, F)
+
+
+@gluon.jit
+def load_pair_meta(head, pages, F: gl.constexpr):
+    """`load_meta` of two pages, by row [8]."""
+    row = gl.arange(0, 8, gl.SliceLayout(1, rows_by(CHUNK)))
+    page = gl.where(row < 4, pages[0], pages[1]).to(gl.int64)
+    meta = head[0] + page * (get(F, "blob_bytes") // 4) + place(F, "meta") // 4
+    channels = ()
+    for n in gl.static_range(get(F, "outliers")):
+        channels = channels + (gl.load(meta + 2 + n) & 127,)
+    return gl.load(meta).to(gl.float32, bitcast=True), 1.0, channels
+
+
+@gluon.jit
 def codes_at(buffers, slot, F: gl.constexpr):
     """Where codes lie; `fp4`: in a slot of the ring."""
     if get(F, "name") == "fp4":
@@ -126,27 +195,34 @@ def codes_at(buffers, slot, F: gl.constexpr):
 
 
 @gluon.jit
-def fetch_keys(tokens, spans, start, head, page, any_page, buffers, F: gl.constexpr):
-    """What the K buffers hold next: the tile at `start`, else the first page, else nothing. One group of copies in any case.
+def fetch_keys(tokens, spans, start, head, page, have, buffers, F: gl.constexpr, PAIR: gl.constexpr):
+    """What the K buffers hold next: the tile at `start`, else the first page (`PAIR`: two), else nothing, of `have` pages in
+    all. One group of copies in any case.
 
     Branches and not masks alone: a masked copy writes zeros, and two copies to one place have no order.
     """
     if start < spans[2]:
         load_tile(tokens, spans, start, codes_at(buffers, 0, F))
-    elif any_page:
-        load_keys(head, page, any_page, buffers, 0, F)
+    elif have > 0:
+        if PAIR:
+            load_pair_keys(head, page, have, buffers, F)
+        else:
+            load_keys(head, page[0], have > 0, buffers, 0, F)
         if get(F, "name") == "fp4":
-            load_quarter(buffers[0].index(1), head, page, any_page, 1, F)
+            load_quarter(buffers[0].index(1), head, page[0], have > 0, 1, F)
     async_copy.commit_group()
 
 
 @gluon.jit
-def fetch_values(tokens, spans, start, head, page, any_page, buffers, F: gl.constexpr):
+def fetch_values(tokens, spans, start, head, page, have, buffers, F: gl.constexpr, PAIR: gl.constexpr):
     """The same of the V buffers."""
     if start < spans[2]:
         load_tile(tokens, spans, start, codes_at(buffers, 2, F))
-    elif any_page:
-        load_values(head, page, any_page, buffers, 2, F)
+    elif have > 0:
+        if PAIR:
+            load_pair_values(head, page, have, buffers, F)
+        else:
+            load_values(head, page[0], have > 0, buffers, 2, F)
     async_copy.commit_group()
 
 
@@ -169,9 +245,18 @@ def load_meta(head, page, F: gl.constexpr):
 
 
 @gluon.jit
+def heads(G: gl.constexpr, LAYOUT: gl.constexpr):
+    """The query head of each of the 8 rows: they repeat, in halves of four where that is enough."""
+    row = gl.arange(0, 8, LAYOUT)
+    if G <= 4:
+        row = row % 4
+    return row % G
+
+
+@gluon.jit
 def pick(q_at, q_head, meta, scale, G: gl.constexpr, N: gl.constexpr):
     """Scaled q[channel] of each head, for N outlier channels."""
-    head = gl.arange(0, 8, gl.SliceLayout(1, rows_by(CHUNK))) % G
+    head = heads(G, gl.SliceLayout(1, rows_by(CHUNK)))
     picked = ()
     for n in gl.static_range(N):
         picked = picked + (gl.load(q_at + head * q_head + meta[2][n]).to(gl.float32) * scale,)
@@ -185,7 +270,7 @@ def pick_thirds(q_at, q_head, head, page, meta, unit, G: gl.constexpr, F: gl.con
     `unit` [8]: what queries were multiplied by (`load_query`)."""
     KS: gl.constexpr = tokens_k(CHUNK)
     channel = gl.convert_layout(listed_to_k8(meta[3]), gl.SliceLayout(0, KS), assert_trivial=True)
-    row = gl.arange(0, 8, gl.SliceLayout(1, KS)) % G
+    row = heads(G, gl.SliceLayout(1, KS))
     q = gl.load(q_at + row[:, None] * q_head + channel[None, :]).to(gl.float32)
     scales = head[1] + page.to(gl.int64) * (get(F, "blob_bytes") // 2) + place(F, "k_scale") // 2
     unit = gl.convert_layout(unit, gl.SliceLayout(1, KS), assert_trivial=True)

@@ -6,25 +6,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from forefetch.kernels.attention.gluon.copies import buffers, codes_at, fetch_keys, fetch_values, get
+from forefetch.kernels.attention.gluon.copies import buffers, codes_at, fetch_keys, fetch_values, get, heads
 from forefetch.kernels.attention.gluon.decode import load_table
+from forefetch.kernels.attention.gluon.finish import finish, is_last, join, summed
 from forefetch.kernels.attention.gluon.half import TILE, add_tile, no_tokens, tile_scores, to_pages
 from forefetch.kernels.attention.gluon.layouts import CHUNK, QUERY, SWIZZLED, rows_by
-from forefetch.kernels.attention.gluon.loops import attend_half_pages, attend_pages
-from forefetch.kernels.attention.gluon.page import row_max
+from forefetch.kernels.attention.gluon.loops import attend_half_pages, attend_pages, attend_pairs, two_pages
 from forefetch.kernels.attention.gluon.page_half import UP
 
 
 @gluon.jit(do_not_specialize=["one", "n_pages", "n_tails", "table_row"])
 def split_sealed(
-    q, words, halves, raw, page_table, sealed, lengths, tails, tail_k, tail_v, sink_k, sink_v, partial, stats,
-    scale, levels, one, n_pages, n_tails, table_row, q_row, q_head,
-    HK: gl.constexpr, G: gl.constexpr, TAIL: gl.constexpr, F: gl.constexpr,
+    q, words, halves, raw, page_table, sealed, lengths, tails, tail_k, tail_v, sink_k, sink_v, partial, stats, out,
+    arrived, scale, levels, one, n_pages, n_tails, table_row, q_row, q_head, out_row, out_head,
+    HK: gl.constexpr, G: gl.constexpr, TAIL: gl.constexpr, F: gl.constexpr, PAIR: gl.constexpr, JOIN: gl.constexpr,
 ):  # fmt: skip
     """Program (split, row * HK + KV head) -> partial and stats [row, head, split] of G heads, as `triton._merge` wants them.
 
     `words`, `halves`, `raw`: the pages as int32, float16 and bytes. `levels` int32 [2, 32]: four levels, a byte
-    each, of the codes without and with a third bit, 32 times (`load_table`).
+    each, of the codes without and with a third bit, 32 times (`load_table`). `PAIR`: two pages at a time (`pair.py`). `JOIN`:
+    the most splits that the last program of a row and KV head joins into `out` itself, counting in `arrived`; 0: none does.
     """
     SINKS: gl.constexpr = get(F, "sinks")
     BLOB: gl.constexpr = get(F, "blob_bytes")
@@ -35,81 +36,76 @@ def split_sealed(
     base = kv_head.to(gl.int64) * n_pages
     head = words + base * (BLOB // 4), halves + base * (BLOB // 2), raw + base * BLOB
     length, tail = gl.load(lengths + row), gl.load(tails + row)
-    page = gl.load(span[0] + span[1], mask=span[1] < span[2], other=0)
+    page, have = two_pages(span[0], span[1], span[2]), span[2] - span[1]
     entry = (kv_head * n_tails + tail).to(gl.int64)
     keys = sink_k + entry * (SINKS * 128), tail_k + entry * (TAIL * 128)
     values = sink_v + entry * (SINKS * 128), tail_v + entry * (TAIL * 128)
     sinks = gl.minimum(length, SINKS)
     skipped = gl.where(pages == 0, sinks, 0)
     spans = sinks, skipped, sinks + length - pages * 128 - skipped
-    k_buffers, v_buffers = buffers(F)
+    k_buffers, v_buffers = buffers(F, PAIR)
     q_at = q + row.to(gl.int64) * q_row + kv_head * G * q_head
-    query, unit, row_scale = load_query(q_at, q_head, scale, G, UP if get(F, "name") == "fp4" else 0)
+    query, unit, row_scale = load_query(q_at, q_head, scale, G, UP if get(F, "name") == "fp4" else 0, PAIR)
     state = attend_half(
-        query, keys, values, spans, split * TILE, splits * TILE, head, page, span[1] < span[2], k_buffers, v_buffers,
-        row_scale, F,
+        query, keys, values, spans, split * TILE, splits * TILE, head, page, have, k_buffers, v_buffers,
+        row_scale, F, PAIR,
     )  # fmt: skip
     scales = scale, row_scale, unit
     if get(F, "name") == "fp4":
-        state = attend_half_pages(state, query, head, span, page, k_buffers, v_buffers, (q_at, q_head), scales, G, F)
+        state = attend_half_pages(state, query, head, span, page[0], k_buffers, v_buffers, (q_at, q_head), scales, G, F)
     else:
         tables = load_table(levels), load_table(levels + 32)
-        state = attend_pages(
-            state, query, head, span, page, k_buffers, v_buffers, tables, one, (q_at, q_head), scales, G, F,
-        )  # fmt: skip
-    finish(state, partial, stats, (row * HK + kv_head) * G, split, splits, G)
+        if PAIR:
+            state = attend_pairs(
+                state, query, head, span, page, k_buffers, v_buffers, tables, one, (q_at, q_head), scales, G, F
+            )
+        else:
+            state = attend_pages(
+                state, query, head, span, page[0], k_buffers, v_buffers, tables, one, (q_at, q_head), scales, G, F
+            )
+    finish(summed(state, PAIR), partial, stats, (row * HK + kv_head) * G, split, splits, G)
+    if JOIN > 0:
+        if is_last(arrived + row * HK + kv_head, splits):
+            out_at = out + row.to(gl.int64) * out_row + kv_head * G * out_head
+            join(partial, stats, out_at, (row * HK + kv_head) * G, splits, out_head, G, JOIN)
 
 
 @gluon.jit
-def load_query(q_at, q_head, scale, G: gl.constexpr, HIGH: gl.constexpr):
+def load_query(q_at, q_head, scale, G: gl.constexpr, HIGH: gl.constexpr, PAIR: gl.constexpr):
     """(Q of G heads as float16 [8, 128] in shared memory, what it was multiplied by [8], scores per unit of it [8]); heads
-    repeat beyond G.
+    repeat beyond G. `PAIR`: [4, 128].
 
     A power of two brings each head below 2^HIGH, so that a product with any scale of K stays within float16.
     """
-    head = gl.arange(0, 8, gl.SliceLayout(1, QUERY)) % G
+    head = heads(G, gl.SliceLayout(1, QUERY))
     query = gl.load(q_at + head[:, None] * q_head + gl.arange(0, 128, gl.SliceLayout(0, QUERY))[None, :]).to(gl.float32)
     exponent = gl.maximum(gl.max(gl.abs(query), 1).to(gl.int32, bitcast=True) >> 23, HIGH)
     unit = ((253 + HIGH - exponent) << 23).to(gl.float32, bitcast=True)
     query = (query * unit[:, None]).to(gl.float16)
     back = ((exponent + 1 - HIGH) << 23).to(gl.float32, bitcast=True) * scale
     ROW: gl.constexpr = gl.SliceLayout(1, rows_by(CHUNK))
-    return (
-        gl.allocate_shared_memory(gl.float16, [8, 128], SWIZZLED, query),
-        gl.convert_layout(unit, ROW),
-        gl.convert_layout(back, ROW),
-    )
+    unit, back = gl.convert_layout(unit, ROW), gl.convert_layout(back, ROW)
+    if PAIR:
+        halves = gl.max(gl.reshape(query, (2, 4, 128)), 0).to(gl.float16)  # they are equal
+        return gl.allocate_shared_memory(gl.float16, [4, 128], SWIZZLED, halves), unit, back
+    else:
+        return gl.allocate_shared_memory(gl.float16, [8, 128], SWIZZLED, query), unit, back
 
 
 @gluon.jit
 def attend_half(
-    query, keys, values, spans, first, stride, head, page, any_page, k_buffers, v_buffers, scale, F: gl.constexpr
+    query, keys, values, spans, first, stride, head, page, have, k_buffers, v_buffers, scale,
+    F: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
     """Tiles of float16 tokens at first, first + stride, ... Leaves the first page's copies under way."""
-    fetch_keys(keys, spans, first, head, page, any_page, k_buffers, F)
-    fetch_values(values, spans, first, head, page, any_page, v_buffers, F)
+    fetch_keys(keys, spans, first, head, page, have, k_buffers, F, PAIR)
+    fetch_values(values, spans, first, head, page, have, v_buffers, F, PAIR)
     state = no_tokens()
     for start in range(first, spans[2], stride):
         async_copy.wait_group(1)
         s = tile_scores(query, codes_at(k_buffers, 0, F), start, spans, scale)
-        fetch_keys(keys, spans, start + stride, head, page, any_page, k_buffers, F)
+        fetch_keys(keys, spans, start + stride, head, page, have, k_buffers, F, PAIR)
         async_copy.wait_group(1)
         state = add_tile(state, s, codes_at(v_buffers, 2, F))
-        fetch_values(values, spans, start + stride, head, page, any_page, v_buffers, F)
+        fetch_values(values, spans, start + stride, head, page, have, v_buffers, F, PAIR)
     return to_pages(state)
-
-
-@gluon.jit
-def finish(state, partial, stats, first_head, split, splits, G: gl.constexpr):
-    """Writes what `triton._merge` joins."""
-    PART: gl.constexpr = rows_by(CHUNK)
-    top, total, weighted, sums = state
-    zero = gl.convert_layout(row_max(weighted), gl.SliceLayout(1, PART), assert_trivial=True)[:, None]
-    g = gl.arange(0, 8, gl.SliceLayout(1, PART))
-    at = (first_head + g) * splits + split
-    channel = gl.arange(0, CHUNK, gl.SliceLayout(0, PART))
-    for i in gl.static_range(4):
-        out = partial + at[:, None].to(gl.int64) * 128 + (channel + i * CHUNK)[None, :]
-        gl.store(out, sums[i] + zero, mask=(g < G)[:, None])
-    gl.store(stats + at * 2, top, mask=g < G)
-    gl.store(stats + at * 2 + 1, gl.convert_layout(row_max(total), gl.SliceLayout(1, PART), assert_trivial=True), mask=g < G)

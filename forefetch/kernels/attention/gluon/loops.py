@@ -10,12 +10,16 @@ from forefetch.kernels.attention.gluon.copies import (
     get,
     load_keys,
     load_meta,
+    load_pair_keys,
+    load_pair_meta,
+    load_pair_values,
     load_quarter,
     load_values,
     pick,
     pick_thirds,
 )
 from forefetch.kernels.attention.gluon.decode import LEVEL
+from forefetch.kernels.attention.gluon.half import LOWEST
 from forefetch.kernels.attention.gluon.layouts import CHANNELS, CHUNK, FLAT, QUERY, rows_by
 from forefetch.kernels.attention.gluon.page import (
     add_values,
@@ -27,16 +31,25 @@ from forefetch.kernels.attention.gluon.page import (
     zero_part,
 )
 from forefetch.kernels.attention.gluon.page_half import UP, add_half_values, by_token, half_scores
+from forefetch.kernels.attention.gluon.pair import (
+    add_pair_values,
+    empty_second,
+    hide_second,
+    pair_scores,
+    pair_soft,
+    pair_weights,
+)
 
 # A running maximum moves only when a page exceeds it by this much (base 2): sums are float32 and have the range.
 HEADROOM = gl.constexpr(60.0)
 
 
 @gluon.jit
-def hide_sinks(parts, SINKS: gl.constexpr):
-    """Page 0's first tokens are read as float16 instead."""
+def hide_sinks(parts, SINKS: gl.constexpr, ROWS: gl.constexpr):
+    """Page 0's first tokens, of the first ROWS rows, are read as float16 instead."""
     PART: gl.constexpr = rows_by(CHUNK)
     token = gl.arange(0, CHUNK, gl.SliceLayout(0, PART))[None, :]
+    token = token + gl.where(gl.arange(0, 8, gl.SliceLayout(1, PART)) < ROWS, 0, 128)[:, None]
     hidden = ()
     for i in gl.static_range(4):
         hidden = hidden + (gl.where(token + i * CHUNK < SINKS, float("-inf"), parts[i]),)
@@ -51,6 +64,13 @@ def raise_top(top, page_top, total, weighted, sums):
     across = gl.convert_layout(shrink, gl.SliceLayout(1, rows_by(8)), assert_trivial=True)[:, None]
     a = shrink[:, None]
     return higher, total * across, weighted * across, (sums[0] * a, sums[1] * a, sums[2] * a, sums[3] * a)
+
+
+@gluon.jit
+def with_page(total, weighted, page_total, page_weighted, share):
+    """Sums [8, 8] with `share` [8] of the page's added."""
+    across = gl.convert_layout(share, gl.SliceLayout(1, rows_by(8)), assert_trivial=True)[:, None]
+    return total + page_total * across, weighted + page_weighted * across
 
 
 @gluon.jit
@@ -79,7 +99,7 @@ def attend_pages(
         async_copy.commit_group()
         if get(F, "sinks") > 0:
             if p == 0:
-                parts = hide_sinks(parts, get(F, "sinks"))
+                parts = hide_sinks(parts, get(F, "sinks"), 8)
         page_top = row_max(gl.maximum(gl.maximum(parts[0], parts[1]), gl.maximum(parts[2], parts[3])))
         if gl.max(page_top - top, 0) > HEADROOM:
             top, total, weighted, sums = raise_top(top, page_top, total, weighted, sums)
@@ -89,8 +109,7 @@ def attend_pages(
             third = pick_thirds(q[0], q[1], head, coming, following, scales[2], G, F)
         async_copy.wait_group(1)
         weights, page_total, page_weighted = soft(parts, page_top, v_buffers[1].slice(128, 128))
-        across = gl.convert_layout(share, gl.SliceLayout(1, rows_by(8)), assert_trivial=True)[:, None]
-        total, weighted = total + page_total * across, weighted + page_weighted * across
+        total, weighted = with_page(total, weighted, page_total, page_weighted, share)
         operand = weights_operand(weights, v_buffers[1].slice(0, 128))
         sums = add_values(sums, operand, v_buffers[0], v_buffers[2], share * meta[0], levels, one, get(F, "name") == "asym3")
         load_values(head, coming, p + 1 < last, v_buffers, 0, F)
@@ -98,6 +117,54 @@ def attend_pages(
         meta, coming = following, after
     async_copy.wait_group(0)
     return top, total, weighted, sums
+
+
+@gluon.jit
+def attend_pairs(
+    state, query, head, span, pages, k_buffers, v_buffers, levels, one, q, scales, G: gl.constexpr, F: gl.constexpr
+):
+    """`attend_pages` by two pages at a time: see `pair.py`. `pages`: the first two."""
+    N: gl.constexpr = get(F, "outliers")
+    table, first, last = span
+    top, total, sums = empty_second(state)
+    weighted = gl.zeros([8, 8], gl.float32, rows_by(8))
+    meta = load_pair_meta(head, pages, F)
+    picked = pick(q[0], q[1], meta, scales[0], G, N)
+    coming = two_pages(table, first + 2, last)
+    for p in range(first, last, 2):
+        following = load_pair_meta(head, coming, F)
+        after = two_pages(table, p + 4, last)
+        async_copy.wait_group(1)
+        parts = pair_scores(query, k_buffers, picked, levels, one, scales[1], N)
+        load_pair_keys(head, coming, last - p - 2, k_buffers, F)
+        async_copy.commit_group()
+        if get(F, "sinks") > 0:
+            if p == 0:
+                parts = hide_sinks(parts, get(F, "sinks"), 4)
+        if p + 1 == last:
+            parts = hide_second(parts)
+        page_top = row_max(gl.maximum(gl.maximum(parts[0], parts[1]), gl.maximum(parts[2], parts[3])))
+        page_top = gl.maximum(page_top, LOWEST)
+        if gl.max(page_top - top, 0) > HEADROOM:
+            top, total, weighted, sums = raise_top(top, page_top, total, weighted, sums)
+        share = gl.exp2(page_top - top)
+        picked = pick(q[0], q[1], following, scales[0], G, N)
+        async_copy.wait_group(1)
+        weights, page_total, page_weighted = pair_soft(parts, page_top, v_buffers[2].slice(128, 128, dim=1))
+        total, weighted = with_page(total, weighted, page_total, page_weighted, share)
+        operands = pair_weights(weights, v_buffers[2].slice(0, 128, dim=1))
+        sums = add_pair_values(sums, operands, v_buffers, share * meta[0], levels, one)
+        load_pair_values(head, coming, last - p - 2, v_buffers, F)
+        async_copy.commit_group()
+        meta, coming = following, after
+    async_copy.wait_group(0)
+    return top, total, weighted, sums
+
+
+@gluon.jit
+def two_pages(table, at, last):
+    """Page numbers at `at` and behind it, 0 beyond the last."""
+    return gl.load(table + at, mask=at < last, other=0), gl.load(table + at + 1, mask=at + 1 < last, other=0)
 
 
 @gluon.jit
@@ -117,11 +184,11 @@ def attend_half_pages(state, query, head, span, page, k_buffers, v_buffers, q, s
     for p in range(first, last):
         following = load_meta(head, coming, F)
         after = gl.load(table + p + 2, mask=p + 2 < last, other=0)
-        second = gl.where(slot == 2, 0, slot + 1)
-        third = 3 - slot - second
+        second, third = gl.where(slot == 2, 0, slot + 1), gl.where(slot == 0, 2, slot - 1)
         async_copy.wait_group(2)
         queries = query.load(QUERY)
-        base, columns = zero_part(queries, k_buffers[2].load(CHANNELS)) * scales[1], outlier_columns(k_buffers[3], N)
+        base = zero_part(queries, k_buffers[2].load(CHANNELS)) * scales[1]
+        columns = outlier_columns(k_buffers[3], N)
         unit = scales[1] * (meta[1] * LEVEL)
         parts = half_scores(queries, ring.index(slot), k_scales, 0, base, picked, columns, unit, N)
         load_quarter(ring.index(slot), head, page, p < last, 3, F)
@@ -132,7 +199,7 @@ def attend_half_pages(state, query, head, span, page, k_buffers, v_buffers, q, s
         async_copy.commit_group()
         if get(F, "sinks") > 0:
             if p == 0:
-                parts = hide_sinks(parts, get(F, "sinks"))
+                parts = hide_sinks(parts, get(F, "sinks"), 8)
         page_top = row_max(gl.maximum(gl.maximum(parts[0], parts[1]), gl.maximum(parts[2], parts[3])))
         if gl.max(page_top - top, 0) > HEADROOM:
             top, total, weighted, sums = raise_top(top, page_top, total, weighted, sums)
@@ -141,8 +208,7 @@ def attend_half_pages(state, query, head, span, page, k_buffers, v_buffers, q, s
         picked = pick(q[0], q[1], following, scales[0], G, N)
         async_copy.wait_group(2)
         weights, page_total, page_weighted = soft(parts, page_top, v_buffers[2])
-        across = gl.convert_layout(share, gl.SliceLayout(1, rows_by(8)), assert_trivial=True)[:, None]
-        total, weighted = total + page_total * across, weighted + page_weighted * across
+        total, weighted = with_page(total, weighted, page_total, page_weighted, share)
         unit = share * (meta[0] * LEVEL)
         wide = by_token(weights)
         lower = add_half_values(sums, wide, ring.index(third), v_scales, 0, unit)

@@ -63,7 +63,7 @@ def scores(query, buffers, picked, third, table, one, scale, N: gl.constexpr, NA
     q = query.load(QUERY)
     base = zero_part(q, rest.slice(128, 128).load(CHANNELS)) * scale
     scaled = q * rest.slice(0, 128).load(gl.SliceLayout(0, QUERY))[None, :]
-    factor = _power_of_two(row_max(gl.abs(scaled)).to(gl.float32))
+    factor = power_of_two(row_max(gl.abs(scaled)).to(gl.float32))
     operand = _split(_to_operand(scaled), factor)
     unit = scale / (STEPS * gl.convert_layout(factor, gl.SliceLayout(1, PART), assert_trivial=True))
     start = gl.zeros([16, CHUNK], gl.int32, MMA)
@@ -125,7 +125,7 @@ def _lowered(extra):
 
 
 @gluon.jit
-def _power_of_two(largest):
+def power_of_two(largest):
     """The power of two up to 2^15 (float16 holds it) that brings `largest` to between LIMIT / 2 and LIMIT."""
     exponent = (largest * (128.0 / LIMIT)).to(gl.int32, bitcast=True) >> 23
     return (gl.minimum(260 - exponent, 142) << 23).to(gl.float32, bitcast=True)
@@ -147,7 +147,7 @@ def soft(parts, top, zero):
     """Scores and their maximum [8], V's zero in shared memory -> (exp2(score - top) as four float16 [8, 32]; their sum; the sum
     of them times V's zero), the sums [8, 8] with equal columns."""
     zeros = quarters(zero.load(TOKENS))
-    total, first, second = _nothing(), _nothing(), _nothing()
+    total, first, second = nothing(), nothing(), nothing()
     weights = ()
     for i in gl.static_range(0, 4, 2):
         p, r = gl.exp2(parts[i] - top[:, None]).to(gl.float16), gl.exp2(parts[i + 1] - top[:, None]).to(gl.float16)
@@ -177,7 +177,8 @@ def weights_operand(weights, scale):
 
 
 @gluon.jit
-def _nothing():
+def nothing():
+    """Sums [16, 8] before anything was added."""
     return gl.zeros([16, 8], gl.float32, MMA)
 
 
