@@ -29,7 +29,7 @@ SHAPES = ("64x32768x32x4", "16x32768x32x8", "1x131072x32x8", "64x4096x32x4", "64
 FORMATS = {
     "e2m0": KvFormat("e2m0"),
     "asym2": KvFormat("asym2"),
-    "mixed": KvFormat("mixed", thirds=16),
+    "mixed": KvFormat("mixed", thirds=32),
     "asym3": KvFormat("asym3"),
     "fp4": KvFormat("fp4"),
 }
@@ -128,8 +128,10 @@ def random_pages(format: KvFormat, shape: tuple[int, int], seed: int) -> Tensor:
         part = pages[..., section.offset : section.offset + section.size]
         if name in ("k_scale", "v_scale"):
             scale = uniform(0.3 * step, step, section.size // (1 if format.name == "fp4" else 2))
-            if name == "k_scale" and format.name != "fp4":
-                scale.scatter_(2, channel.long(), 0.0)
+            if name == "k_scale":  # an outlier's codes count for nothing
+                scale.view(*shape, -1, 128).scatter_(
+                    3, channel.long()[..., None, :].expand(-1, -1, scale.shape[-1] // 128, -1), 0
+                )
             part.copy_(scale.to(torch.float8_e4m3fn if format.name == "fp4" else torch.float16).view(torch.uint8))
         elif name in ("k_zero", "v_zero", "outliers"):
             values = uniform(-1.0, 1.0, section.size // 2) * (3.0 if name == "outliers" else 0.5)

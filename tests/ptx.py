@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 Words = NDArray[np.uint32]
@@ -77,6 +78,11 @@ def _lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
     return (a & b) | c
 
 
+def _e4m3(pair: Words) -> Words:
+    both = np.stack((pair & np.uint32(255), (pair >> np.uint32(8)) & np.uint32(255)), -1).astype(np.uint8)
+    return torch.from_numpy(both).view(torch.float8_e4m3fn).half().numpy().view(np.uint32)[..., 0]
+
+
 OPERATIONS: dict[str, Callable[..., Words]] = {
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
@@ -84,6 +90,8 @@ OPERATIONS: dict[str, Callable[..., Words]] = {
     "shl.b32": lambda a, b: a << b,
     "lop3.b32": _lop3,
     "prmt.b32": _prmt,
+    "xor.b32": lambda a, b: a ^ b,
+    "cvt.rn.f16x2.e4m3x2": _e4m3,
     "mul.rn.f16": _halves(lambda a, b: a * b, 1),
     "sub.rn.f16x2": _halves(lambda a, b: a - b, 2),
     "fma.rn.f16x2": _halves(lambda a, b, c: a * b + c, 2),

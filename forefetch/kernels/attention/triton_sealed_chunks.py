@@ -1,0 +1,108 @@
+"""Flash attention (Dao, 2023) for blocks of prompt rows over sealed pages: a tile of 32 tokens is opened in registers and never
+written back. One program per block and up to two query heads, so that a tile serves up to 128 rows."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forefetch.kernels.attention.chunks import BLOCK
+from forefetch.kernels.attention.sealed import SealedKv
+from forefetch.kernels.attention.sealed_chunks import SealedChunkPlan
+from forefetch.kernels.attention.sealed_triton import _add
+from forefetch.kernels.kv_codec.formats import KvFormat
+from forefetch.kernels.kv_codec.triton import TOKENS, _get, columns, key_tile, value_tile
+
+
+def prefill_sealed_chunks(
+    q: Tensor, k: Tensor, v: Tensor, kv: SealedKv, plan: SealedChunkPlan, format: KvFormat, scale: float
+) -> Tensor:
+    """q [C, Hq, D] of any float type, k, v float16 [Hkv, rows, D] (`SealedChunkPlan`) -> [C, Hq, D] in q's type; rows in no
+    block come out as anything. Nothing is read on the host. ValueError for shapes and types that do not fit."""
+    (_, heads, dim), kv_heads = q.shape, len(kv.pages)
+    if heads % kv_heads or dim != format.head_dim or kv.pages.shape[2] != format.blob_bytes or k.shape != v.shape:
+        raise ValueError(
+            f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and pages {tuple(kv.pages.shape)} do not fit {format}"
+        )
+    if k.dtype != torch.float16 or k.stride() != v.stride() or any(t.stride(-1) != 1 for t in (q, k, v)):
+        raise ValueError("keys and values must be float16 of equal strides, last dimensions contiguous")
+    if any(t.dtype != torch.int32 or not t.is_contiguous() for t in (plan.blocks, plan.chunks, plan.tables)):
+        raise ValueError("blocks, chunks and tables must be contiguous int32")
+    out, group = torch.empty_like(q), heads // kv_heads
+    together = 2 if group % 2 == 0 else 1
+    _sealed_chunks[(len(plan.blocks), heads // together)](
+        *(q, k, v, kv.pages, kv.tail_k, kv.tail_v, kv.sink_k, kv.sink_v, out, plan.blocks, plan.chunks, plan.tables),
+        *(scale * math.log2(math.e), kv.pages.shape[1], kv.tail_k.shape[1], kv.tail_k.shape[2], plan.tables.shape[1]),
+        *(q.stride(0), q.stride(1), out.stride(0), out.stride(1), k.stride(0), k.stride(1)),
+        *(format, group, together, BLOCK * together, columns(format), TOKENS),
+        num_warps=4 * together,
+        num_stages=1,
+    )
+    return out
+
+
+@triton.jit
+def _fresh(rows, tail, sinks, token, channel, spans, D: tl.constexpr, SINKS: tl.constexpr):
+    """Float16 tokens [N, C]: of the sink block, of the tail, of the rows. `spans`: (position of `rows`' first, of the tail's
+    first, end, stride of rows); SINKS: how many of the first are read from their block."""
+    mask = (token < spans[2]) & (channel < D)
+    if SINKS > 0:
+        return tl.load(sinks + token * D + channel, mask=mask & (token < SINKS), other=0.0)
+    else:
+        own = tl.load(rows + (token - spans[0]) * spans[3] + channel, mask=mask & (token >= spans[0]), other=0.0)
+        held = tl.load(tail + (token - spans[1]) * D + channel, mask=mask & (token < spans[0]), other=0.0)
+        return tl.where(token >= spans[0], own, held)
+
+
+@triton.jit
+def _sealed_chunks(
+    q, k, v, pages, tail_k, tail_v, sink_k, sink_v, out, blocks, chunks, tables,
+    scale, n_pages, n_tails, tail_tokens, width, q_row, q_head, out_row, out_head, k_head, k_row,
+    F: tl.constexpr, G: tl.constexpr, H: tl.constexpr, M: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Program (block, H query heads of one KV head); row i of its M is query i / H, head i % H."""
+    D: tl.constexpr = _get(F, "head_dim")
+    T: tl.constexpr = _get(F, "page")
+    SINKS: tl.constexpr = _get(F, "sinks")
+    entry, first_head = blocks + tl.program_id(0) * 4, tl.program_id(1) * H
+    first, count, start, chunk = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    if count > 0:
+        row0, begin, lane = tl.load(chunks + chunk * 4), tl.load(chunks + chunk * 4 + 1), tl.load(chunks + chunk * 4 + 2)
+        loaded, kv_head = tl.load(chunks + chunk * 4 + 3), (first_head // G).to(tl.int64)
+        m, n, c = tl.arange(0, M), tl.arange(0, N), tl.arange(0, C)[None, :]
+        position, mine = start + m // H, (m < count * H)[:, None] & (c < D)
+        at = (first + m // H).to(tl.int64)[:, None], (first_head + m % H)[:, None]
+        query = tl.load(q + at[0] * q_row + at[1] * q_head + c, mask=mine, other=0.0).to(tl.float16)
+        seen = tl.maximum(tl.maximum(position - _get(F, "recent"), 0) // T, loaded)  # pages that a row reads sealed
+        least = tl.maximum(tl.maximum(start - _get(F, "recent"), 0) // T, loaded)
+        most = tl.maximum(tl.maximum(start + count - 1 - _get(F, "recent"), 0) // T, loaded)
+        state = tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, C], tl.float32)
+        lane_at = kv_head * n_tails + lane
+        rows = kv_head * k_head + row0.to(tl.int64) * k_row
+        held = tl.maximum(tl.maximum(begin - _get(F, "recent"), 0) // T, loaded) * T  # where the tail begins
+        spans = begin, held, start + count, k_row
+        tails, sinks = lane_at * tail_tokens * D, lane_at * (SINKS * D)
+        if most > 0:
+            for low in tl.static_range(0, SINKS, N):
+                token = low + n[:, None]
+                key = _fresh(k, tail_k, sink_k + sinks, token, c, spans, D, SINKS)
+                value = _fresh(v, tail_v, sink_v + sinks, token, c, spans, D, SINKS)
+                state = _add(state, query, key, value, (seen > 0)[:, None] & (low + n < SINKS)[None, :], scale)
+        for p in range(0, most):
+            number = tl.load(tables + chunk * width + p).to(tl.int64) + kv_head * n_pages
+            page = pages + number * _get(F, "blob_bytes")
+            for low in range(0, T, N):
+                visible = (p < seen)[:, None] & (p * T + low + n >= SINKS)[None, :]
+                state = _add(state, query, key_tile(page, low, F, C), value_tile(page, low, F, C), visible, scale)
+        for low in range(least * T, start + count, N):
+            token = low + n[:, None]
+            key = _fresh(k + rows, tail_k + tails, sink_k, token, c, spans, D, 0)
+            value = _fresh(v + rows, tail_v + tails, sink_v, token, c, spans, D, 0)
+            visible = ((low + n)[None, :] >= (seen * T)[:, None]) & ((low + n)[None, :] <= position[:, None])
+            state = _add(state, query, key, value, visible, scale)
+        result = state[2] / tl.where(state[1] > 0.0, state[1], 1.0)[:, None]
+        tl.store(out + at[0] * out_row + at[1] * out_head + c, result.to(out.dtype.element_ty), mask=mine)
