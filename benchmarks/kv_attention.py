@@ -1,9 +1,10 @@
 """Decode attention on one GPU: every KV format and shape, checked and timed in one run beside cuDNN's SDPA in BF16.
 
-    python -m benchmarks.kv_attention [--formats e2m0,asym2] [--shapes 64x32768x32x4] [--no-save]
+    python -m benchmarks.kv_attention [--formats e2m0,asym2] [--shapes 64x32768x32x4] [--write]
 
 A shape is rows x tokens x query heads x KV heads. Times are medians of CUDA-graph replays, inputs rotated when they would fit
 in L2. Sealed formats read pages, float16 tail and sinks, and include the merge; "ragged": lengths of 1/2 to 1 of the shape's.
+Beside them: registers and spilled bytes of the Hopper kernels that ran, and what sealing costs a decode step.
 Errors are relative L2 against float64 over the very same dequantised values, beside FP16 SDPA's own error on them.
 """
 
@@ -34,7 +35,12 @@ FORMATS = {
     "fp4": KvFormat("fp4"),
 }
 L2_BYTES = 60e6
-GOALS = {"e2m0": {"64x32768x32x4": 5.0, "16x32768x32x8": 5.0, "1x131072x32x8": 4.2, "64x4096x32x4": 4.0}}
+GOALS = {
+    "e2m0": {"64x32768x32x4": 5.0, "16x32768x32x8": 5.0, "1x131072x32x8": 4.2, "64x4096x32x4": 4.0},
+    "asym3": {"64x32768x32x4": 3.0},
+    "mixed": {"64x32768x32x4": 3.5},
+    "fp4": {"64x32768x32x4": 2.5},
+}
 
 
 @dataclass(frozen=True)
@@ -192,19 +198,22 @@ def errors(case: Case) -> tuple[float, float]:
 
 
 def measure_sealed(shape: Shape, name: str, reference: float, ragged: bool = False) -> list[Row]:
-    some = list(cases(shape, FORMATS[name], ragged))
+    some, known = list(cases(shape, FORMATS[name], ragged)), compiled()
     error, theirs = errors(some[0])
+    registers, spills, _ = max(compiled() - known, default=(0, 0, ""))
     seconds = graph_time([case.run for case in some])
     case, speed = f"{name} {shape}{' ragged' if ragged else ''}", reference / seconds
     rate = statistics.mean(c.bytes for c in some) / seconds
     goal = "" if ragged else GOALS.get(name, {}).get(str(shape), "")
     print(
         f"{case:32s} {seconds * 1e6:8.1f} us  {speed:5.2f}x {f'(goal {goal})' if goal else '':11s} {rate / 1e12:5.2f} TB/s"
-        f"  error {error:.1e} (FP16 SDPA {theirs:.1e})",
+        f"  error {error:.1e} (FP16 SDPA {theirs:.1e})"
+        + (f"  {registers} registers, {spills} bytes spilled" if registers else ""),
         flush=True,
     )
     figures = [("time", seconds * 1e6, "us"), ("speed-up over cuDNN BF16", speed, "x"), ("read", rate / 1e12, "TB/s")]
     figures += [("error against float64", error, ""), ("FP16 SDPA's error", theirs, "")]
+    figures += [("registers", registers, ""), ("spilled bytes", spills, "")] if registers else []
     return [Row("kv_attention", case, metric, value, unit) for metric, value, unit in figures]
 
 
@@ -244,21 +253,19 @@ def measure_seal() -> list[Row]:
     """What sealing costs a decode step of 64 rows: each row seals a page of 48 layers x 4 KV heads every 128 steps."""
     k, v = (torch.randn((48 * 4, 128, 128), device=DEVICE).half() for _ in range(2))
     rows = []
-    for name in ("e2m0", "asym2", "asym3"):
-        each = graph_time([lambda name=name: seal(k, v, FORMATS[name])]) * 64 / 128
+    for name, format in FORMATS.items():
+        each = graph_time([lambda format=format: seal(k, v, format)]) * 64 / 128
         print(f"{f'seal {name}':32s} {each * 1e6:8.1f} us a step of 64 rows, 48 layers, 4 KV heads", flush=True)
         rows.append(Row("kv_attention", f"seal {name}", "time per step of 64 rows, 48 x 4 heads", each * 1e6, "us"))
     return rows
 
 
-def registers() -> list[Row]:
-    """Of the Hopper kernel's specialisations that ran."""
+def compiled() -> set[tuple[int, int, str]]:
+    """(registers, spilled bytes, hash) of the Hopper kernels compiled so far."""
     from forefetch.kernels.attention.gluon.kernel import split_sealed
 
-    used = {(kernel.n_regs, kernel.n_spills) for kernel in split_sealed.device_caches[0][0].values()}
-    print(f"Hopper kernel: (registers, spilled bytes) {sorted(used)}", flush=True)
-    figures = {"registers": max(r for r, _ in used), "spilled bytes": max(s for _, s in used)}
-    return [Row("kv_attention", "Hopper kernel", name, value, "") for name, value in figures.items()]
+    kernels = split_sealed.device_caches[torch.cuda.current_device()][0].values()
+    return {(kernel.n_regs, kernel.n_spills, kernel.hash) for kernel in kernels}
 
 
 def main() -> None:
@@ -266,13 +273,12 @@ def main() -> None:
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--no-dense", action="store_true", help="leave out the dense paged kernel")
-    parser.add_argument("--seal", action="store_true", help="also time sealing and print the Hopper kernel's registers")
-    parser.add_argument("--no-save", action="store_true", help="do not write results.csv")
+    parser.add_argument("--no-seal", action="store_true", help="leave out sealing")
+    parser.add_argument("--write", action="store_true", help="add the rows to results.csv")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    rows: list[Row] = []
     for shape in map(Shape.parse, arguments.shapes.split(",")):
-        reference = baseline(shape)
+        rows, reference = [], baseline(shape)
         torch.cuda.empty_cache()
         print(
             f"{f'cuDNN SDPA bf16 {shape}':32s} {reference * 1e6:8.1f} us  {shape.bf16_bytes / reference / 1e12:.2f} TB/s",
@@ -286,10 +292,11 @@ def main() -> None:
             torch.cuda.empty_cache()
             if name == "e2m0" and shape.rows > 1:
                 rows += measure_sealed(shape, name, reference, ragged=True)
-    if arguments.seal:
-        rows += measure_seal() + registers()
-    if not arguments.no_save:
-        append(rows)
+        if arguments.write:
+            append(rows)
+    sealing = [] if arguments.no_seal else measure_seal()
+    if arguments.write:
+        append(sealing)
 
 
 if __name__ == "__main__":

@@ -119,9 +119,3 @@ def test_numbers_split_in_two_bytes() -> None:
     high, low = ptx.run(codes._BYTES.value, {2: some[:, 0], 3: some[:, 1], 4: one, 5: one}, 2)
     both = [ptx.elements([part], np.int8).astype(np.float64).reshape(-1) for part in (high, low)]
     assert np.abs(both[0] + both[1] / codes.STEPS.value - x.double().numpy()).max() <= 0.5 / codes.STEPS.value
-    for mask in (0, 0xFFFFFFFF):
-        inputs = {4: some[:, 0], 5: some[:, 1], 6: one, 7: one, 8: np.full(len(some), mask, np.uint32)}
-        first, second = np.split(np.stack(ptx.run(codes._MASKED_BYTES.value, inputs, 4)), 2)
-        mine, other = (first, second) if mask else (second, first)
-        assert np.array_equal(mine, np.stack((high, low)))
-        assert not other.any()

@@ -19,8 +19,7 @@ from forefetch.kernels.kv_codec.formats import KvFormat
 
 ONE = 0x3C003C00  # 1.0 twice in float16
 REGISTERS = 168  # per thread. 3 warps on each quarter of an SM; a fourth would need 128, which spills and is slower
-WARPS, PAIR_WARPS = 12, 11  # on an SM; two pages at a time need more shared memory
-JOINED = 8  # splits that the last program of a row joins by itself; of more, a launch of many programs is faster
+WARPS = 12  # on an SM
 
 
 def supports(format: KvFormat, group: int, device: torch.device) -> bool:
@@ -34,22 +33,20 @@ def pairs_up(format: KvFormat, group: int) -> bool:
     return group <= 4 and format.name in ("e2m0", "asym2")
 
 
-def plan_splits(rows: int, kv_heads: int, max_pages: int, device: torch.device, *, paired: bool = False) -> int:
+def plan_splits(rows: int, kv_heads: int, max_pages: int, device: torch.device) -> int:
     """Programs per row and KV head. Long work: one full wave, so that all end together. Short work: two thirds of a wave, and
     at least two pages each, because a program's start and its share of the merge cost as much as some pages."""
     processors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    streams, warps = rows * kv_heads, PAIR_WARPS if paired else WARPS
-    if streams * max_pages >= 16 * warps * processors:
-        return max(1, warps * processors // streams)
+    streams = rows * kv_heads
+    if streams * max_pages >= 16 * WARPS * processors:
+        return max(1, WARPS * processors // streams)
     each = max(2, -(-streams * max_pages // (8 * processors)))
     return max(1, -(-max_pages // each))
 
 
-def plan_scratch(
-    rows: int, heads: int, kv_heads: int, max_pages: int, device: torch.device, *, paired: bool = False
-) -> Scratch:
-    """Scratch for up to `rows` rows of up to `max_pages` sealed pages; `paired`: see `pairs_up`."""
-    splits = plan_splits(rows, kv_heads, max_pages, device, paired=paired)
+def plan_scratch(rows: int, heads: int, kv_heads: int, max_pages: int, device: torch.device) -> Scratch:
+    """Scratch for up to `rows` rows of up to `max_pages` sealed pages."""
+    splits = plan_splits(rows, kv_heads, max_pages, device)
     return Scratch(
         torch.empty((rows, heads, splits, 128), dtype=torch.float32, device=device),
         torch.empty((rows, heads, splits, 2), dtype=torch.float32, device=device),
@@ -73,43 +70,20 @@ def decode_sealed(
     rows, heads, _ = q.shape
     kv_heads, n_pages, _ = kv.pages.shape
     out = torch.empty_like(q) if out is None else out
-    paired = pairs_up(format, heads // kv_heads)
     if scratch is None:
-        scratch = plan_scratch(rows, heads, kv_heads, plan.page_table.shape[1], q.device, paired=paired)
-    arrived = _arrived(q.device, rows * kv_heads) if scratch.splits <= JOINED else None
-    join = 0 if arrived is None else 1 << (scratch.splits - 1).bit_length()
+        scratch = plan_scratch(rows, heads, kv_heads, plan.page_table.shape[1], q.device)
     split_sealed[(scratch.splits, rows * kv_heads)](
         *(q, kv.pages.view(torch.int32), kv.pages.view(torch.float16), kv.pages),
         *(plan.page_table, plan.sealed, plan.lengths, plan.tail, kv.tail_k, kv.tail_v, kv.sink_k, kv.sink_v),
-        *(scratch.partial, scratch.stats, out, plan.lengths if arrived is None else arrived),
-        *(scale * math.log2(math.e), _tables(format.name, q.device), ONE, n_pages, kv.tail_k.shape[1]),
-        *(plan.page_table.stride(0), q.stride(0), q.stride(1), out.stride(0), out.stride(1)),
-        *(kv_heads, heads // kv_heads, kv.tail_k.shape[2], format, paired, join),
+        *(scratch.partial, scratch.stats, scale * math.log2(math.e)),
+        *(_tables(format.name, q.device), ONE, n_pages, kv.tail_k.shape[1]),
+        *(plan.page_table.stride(0), q.stride(0), q.stride(1)),
+        *(kv_heads, heads // kv_heads, kv.tail_k.shape[2], format, pairs_up(format, heads // kv_heads)),
         num_warps=1,
         maxnreg=REGISTERS,
     )
-    if arrived is None:
-        merge(scratch, out)
+    merge(scratch, out)
     return out
-
-
-_SETS, _COUNTERS = 64, 4096
-_ARRIVED: dict[torch.device, tuple[Tensor, dict[int, int]]] = {}
-
-
-def _arrived(device: torch.device, count: int) -> Tensor | None:
-    """Counters of programs that are done, all 0 between launches: a set for each stream, whose launches follow each other.
-
-    A stream that is being captured has one too, so graphs captured on one stream must not run at the same time. None: too many
-    rows or streams, or nothing ran before the first capture, which cannot fill memory.
-    """
-    if device not in _ARRIVED:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        _ARRIVED[device] = torch.zeros((_SETS, _COUNTERS), dtype=torch.int32, device=device), {}
-    counters, streams = _ARRIVED[device]
-    place = streams.setdefault(torch.cuda.current_stream(device).stream_id, len(streams))
-    return counters[place] if place < _SETS and count <= _COUNTERS else None
 
 
 def level_bytes(format: KvFormat) -> tuple[int, int]:

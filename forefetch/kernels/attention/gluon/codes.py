@@ -24,26 +24,6 @@ fma.rn.f16x2 rest, $3, $5, b;
 fma.rn.f16x2 b, rest, steps, magic;
 prmt.b32 $1, a, b, 0x6420;
 }""")
-# The same where a mask ($8) is set, and where it is not: high, low, other high, other low.
-_MASKED_BYTES = gl.constexpr("""{
-.reg .b32 magic, steps, a, b, rest, high, low;
-mov.b32 magic, 0x66006600;
-mov.b32 steps, 0x5bf05bf0;
-fma.rn.f16x2 a, $4, $6, magic;
-fma.rn.f16x2 b, $5, $7, magic;
-prmt.b32 high, a, b, 0x6420;
-sub.rn.f16x2 a, magic, a;
-sub.rn.f16x2 b, magic, b;
-fma.rn.f16x2 rest, $4, $6, a;
-fma.rn.f16x2 a, rest, steps, magic;
-fma.rn.f16x2 rest, $5, $7, b;
-fma.rn.f16x2 b, rest, steps, magic;
-prmt.b32 low, a, b, 0x6420;
-and.b32 $0, high, $8;
-xor.b32 $2, high, $0;
-and.b32 $1, low, $8;
-xor.b32 $3, low, $1;
-}""")
 STEPS = gl.constexpr(254.0)
 LIMIT = gl.constexpr(127.0)  # the most that a number split in two may be
 _JOIN = gl.constexpr("mad.lo.s32 $0, $1, 254, $2;")
@@ -53,16 +33,6 @@ _JOIN = gl.constexpr("mad.lo.s32 $0, $1, 254, $2;")
 def high_low(x, factor):
     """float16 x, factor [8, k] with |x factor| <= 127 -> (high, low) int8: x factor = high + low / 254."""
     return gl.inline_asm_elementwise(_BYTES, "=r,=r,r,r,r,r", [x, factor], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
-
-
-@gluon.jit
-def masked_high_low(x, factor):
-    """`high_low` of rows 0-3, zero elsewhere, and of rows 4-7: (high, low, other high, other low)."""
-    row = gl.arange(0, 8, gl.SliceLayout(1, x.type.layout))
-    mask, _ = gl.broadcast(gl.where(row < 4, -1, 0)[:, None], gl.full(x.shape, 0, gl.int32, x.type.layout))
-    pins: gl.constexpr = "=r,=r,=r,=r,r,r,r,r,r,r,r,r"
-    kinds: gl.constexpr = (gl.int8, gl.int8, gl.int8, gl.int8)
-    return gl.inline_asm_elementwise(_MASKED_BYTES, pins, [x, factor, mask], dtype=kinds, is_pure=True, pack=4)
 
 
 @gluon.jit
@@ -144,6 +114,12 @@ def quarters(x):
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
     return first, second, third, fourth
+
+
+@gluon.jit
+def halves_of(x):
+    """[64] over half of the tokens as stored, position bits t2 t1 | t5 | t4 t3 | t0 -> two vectors of 32 tokens in order."""
+    return gl.split(gl.reshape(gl.permute(gl.reshape(x, (4, 2, 4, 2)), (2, 0, 3, 1)), (32, 2)))
 
 
 @gluon.jit

@@ -79,13 +79,13 @@ def _ring_buffers(F: gl.constexpr):
 
 @gluon.jit
 def _pair_buffers(F: gl.constexpr):
-    """Of two pages: (K codes of each, scales and zeros [2, 256], outliers [2, N 128]), (V codes of each, scales and zeros)."""
-    k_first, k_second = gl.allocate_shared_memory(gl.int32, [1024], FLAT), gl.allocate_shared_memory(gl.int32, [1024], FLAT)
-    v_first, v_second = gl.allocate_shared_memory(gl.int32, [1024], FLAT), gl.allocate_shared_memory(gl.int32, [1024], FLAT)
+    """Of two pages: (ring of codes, K's scales and zeros [2, 256], outliers [2, N 128]), (the ring, V's scales and zeros). The
+    ring holds three of the four parts of 4 KB, K's codes of each page and V's, as in `_ring_buffers`."""
+    ring = gl.allocate_shared_memory(gl.int32, [3, 1024], FLAT)
     k_rest = gl.allocate_shared_memory(gl.float16, [2, 256], PAIRED)
     v_rest = gl.allocate_shared_memory(gl.float16, [2, 256], PAIRED)
     outliers = gl.allocate_shared_memory(gl.float16, [2, max(1, get(F, "outliers")) * 128], PAIRED)
-    return (k_first, k_second, k_rest, outliers), (v_first, v_second, v_rest)
+    return (ring, k_rest, outliers), (ring, v_rest)
 
 
 @gluon.jit
@@ -152,43 +152,45 @@ def _copy_pair(buffer, source, pages, have, COUNT: gl.constexpr, LAYOUT: gl.cons
 
 
 @gluon.jit
-def load_pair_keys(head, pages, have, buffers, F: gl.constexpr):
-    """`load_keys` of two pages, of which the first `have` are there."""
-    BLOB: gl.constexpr = get(F, "blob_bytes")
+def load_part(buffer, head, page, wanted, VALUES: gl.constexpr, F: gl.constexpr):
+    """Starts copying a page's codes of K, or of V."""
+    at = head[0] + page.to(gl.int64) * (get(F, "blob_bytes") // 4)
+    _copy(buffer, at + (place(F, "v_codes") // 4 if VALUES else 0), wanted, 1024, COPY_WORDS)
+
+
+@gluon.jit
+def load_pair_keys(head, pages, have, buffers, slot, F: gl.constexpr):
+    """Starts copying what scores need of two pages, of which `have` are there, except for the second's codes."""
     OWN: gl.constexpr = get(F, "outliers") * 128
-    for i in gl.static_range(2):
-        _copy(buffers[i], head[0] + pages[i].to(gl.int64) * (BLOB // 4), have > i, 1024, COPY_WORDS)
-    _copy_pair(buffers[2], head[1] + place(F, "k_scale") // 2, pages, have, 256, COPY_PAIR, F)
+    load_part(buffers[0].index(slot), head, pages[0], have > 0, False, F)
+    _copy_pair(buffers[1], head[1] + place(F, "k_scale") // 2, pages, have, 256, COPY_PAIR, F)
     if OWN > 0:
-        _copy_pair(buffers[3], head[1] + place(F, "outliers") // 2, pages, have, OWN, COPY_PAIR_TOKENS, F)
+        _copy_pair(buffers[2], head[1] + place(F, "outliers") // 2, pages, have, OWN, COPY_PAIR_TOKENS, F)
 
 
 @gluon.jit
-def load_pair_values(head, pages, have, buffers, F: gl.constexpr):
-    """`load_values` of two pages."""
-    BLOB: gl.constexpr = get(F, "blob_bytes")
-    for i in gl.static_range(2):
-        source = head[0] + pages[i].to(gl.int64) * (BLOB // 4) + place(F, "v_codes") // 4
-        _copy(buffers[i], source, have > i, 1024, COPY_WORDS)
-    _copy_pair(buffers[2], head[1] + place(F, "v_scale") // 2, pages, have, 256, COPY_PAIR, F)
+def load_pair_values(head, pages, have, buffers, slot, F: gl.constexpr):
+    """The same for V."""
+    load_part(buffers[0].index(slot), head, pages[0], have > 0, True, F)
+    _copy_pair(buffers[1], head[1] + place(F, "v_scale") // 2, pages, have, 256, COPY_PAIR, F)
 
 
 @gluon.jit
-def load_pair_meta(head, pages, F: gl.constexpr):
-    """`load_meta` of two pages, by row [8]."""
+def load_pair_meta(head, pages, have, F: gl.constexpr):
+    """`load_meta` of two pages, by row [8]: zeros of the one that is not there."""
     row = gl.arange(0, 8, gl.SliceLayout(1, rows_by(CHUNK)))
     page = gl.where(row < 4, pages[0], pages[1]).to(gl.int64)
     meta = head[0] + page * (get(F, "blob_bytes") // 4) + place(F, "meta") // 4
-    channels = ()
+    there, channels = row // 4 < have, ()
     for n in gl.static_range(get(F, "outliers")):
-        channels = channels + (gl.load(meta + 2 + n) & 127,)
-    return gl.load(meta).to(gl.float32, bitcast=True), 1.0, channels
+        channels = channels + (gl.load(meta + 2 + n, mask=there, other=0),)
+    return gl.load(meta, mask=there, other=0).to(gl.float32, bitcast=True), 1.0, channels
 
 
 @gluon.jit
-def codes_at(buffers, slot, F: gl.constexpr):
-    """Where codes lie; `fp4`: in a slot of the ring."""
-    if get(F, "name") == "fp4":
+def codes_at(buffers, slot, F: gl.constexpr, PAIR: gl.constexpr):
+    """Where codes lie; in a slot of the ring if there is one."""
+    if PAIR or get(F, "name") == "fp4":
         return buffers[0].index(slot)
     else:
         return buffers[0]
@@ -202,10 +204,11 @@ def fetch_keys(tokens, spans, start, head, page, have, buffers, F: gl.constexpr,
     Branches and not masks alone: a masked copy writes zeros, and two copies to one place have no order.
     """
     if start < spans[2]:
-        load_tile(tokens, spans, start, codes_at(buffers, 0, F))
+        load_tile(tokens, spans, start, codes_at(buffers, 0, F, PAIR))
     elif have > 0:
         if PAIR:
-            load_pair_keys(head, page, have, buffers, F)
+            load_pair_keys(head, page, have, buffers, 0, F)
+            load_part(buffers[0].index(1), head, page[1], have > 1, False, F)
         else:
             load_keys(head, page[0], have > 0, buffers, 0, F)
         if get(F, "name") == "fp4":
@@ -217,10 +220,10 @@ def fetch_keys(tokens, spans, start, head, page, have, buffers, F: gl.constexpr,
 def fetch_values(tokens, spans, start, head, page, have, buffers, F: gl.constexpr, PAIR: gl.constexpr):
     """The same of the V buffers."""
     if start < spans[2]:
-        load_tile(tokens, spans, start, codes_at(buffers, 2, F))
+        load_tile(tokens, spans, start, codes_at(buffers, 2, F, PAIR))
     elif have > 0:
         if PAIR:
-            load_pair_values(head, page, have, buffers, F)
+            load_pair_values(head, page, have, buffers, 2, F)
         else:
             load_values(head, page[0], have > 0, buffers, 2, F)
     async_copy.commit_group()

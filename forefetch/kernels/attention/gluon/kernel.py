@@ -8,24 +8,25 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from forefetch.kernels.attention.gluon.copies import buffers, codes_at, fetch_keys, fetch_values, get, heads
 from forefetch.kernels.attention.gluon.decode import load_table
-from forefetch.kernels.attention.gluon.finish import finish, is_last, join, summed
+from forefetch.kernels.attention.gluon.finish import finish, summed
 from forefetch.kernels.attention.gluon.half import TILE, add_tile, no_tokens, tile_scores, to_pages
 from forefetch.kernels.attention.gluon.layouts import CHUNK, QUERY, SWIZZLED, rows_by
-from forefetch.kernels.attention.gluon.loops import attend_half_pages, attend_pages, attend_pairs, two_pages
+from forefetch.kernels.attention.gluon.loop_half import attend_half_pages
+from forefetch.kernels.attention.gluon.loop_pair import attend_pairs, two_pages
+from forefetch.kernels.attention.gluon.loops import attend_pages
 from forefetch.kernels.attention.gluon.page_half import UP
 
 
 @gluon.jit(do_not_specialize=["one", "n_pages", "n_tails", "table_row"])
 def split_sealed(
-    q, words, halves, raw, page_table, sealed, lengths, tails, tail_k, tail_v, sink_k, sink_v, partial, stats, out,
-    arrived, scale, levels, one, n_pages, n_tails, table_row, q_row, q_head, out_row, out_head,
-    HK: gl.constexpr, G: gl.constexpr, TAIL: gl.constexpr, F: gl.constexpr, PAIR: gl.constexpr, JOIN: gl.constexpr,
+    q, words, halves, raw, page_table, sealed, lengths, tails, tail_k, tail_v, sink_k, sink_v, partial, stats,
+    scale, levels, one, n_pages, n_tails, table_row, q_row, q_head,
+    HK: gl.constexpr, G: gl.constexpr, TAIL: gl.constexpr, F: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
     """Program (split, row * HK + KV head) -> partial and stats [row, head, split] of G heads, as `triton._merge` wants them.
 
     `words`, `halves`, `raw`: the pages as int32, float16 and bytes. `levels` int32 [2, 32]: four levels, a byte
-    each, of the codes without and with a third bit, 32 times (`load_table`). `PAIR`: two pages at a time (`pair.py`). `JOIN`:
-    the most splits that the last program of a row and KV head joins into `out` itself, counting in `arrived`; 0: none does.
+    each, of the codes without and with a third bit, 32 times (`load_table`). `PAIR`: two pages at a time (`pair.py`).
     """
     SINKS: gl.constexpr = get(F, "sinks")
     BLOB: gl.constexpr = get(F, "blob_bytes")
@@ -64,10 +65,6 @@ def split_sealed(
                 state, query, head, span, page[0], k_buffers, v_buffers, tables, one, (q_at, q_head), scales, G, F
             )
     finish(summed(state, PAIR), partial, stats, (row * HK + kv_head) * G, split, splits, G)
-    if JOIN > 0:
-        if is_last(arrived + row * HK + kv_head, splits):
-            out_at = out + row.to(gl.int64) * out_row + kv_head * G * out_head
-            join(partial, stats, out_at, (row * HK + kv_head) * G, splits, out_head, G, JOIN)
 
 
 @gluon.jit
@@ -103,9 +100,9 @@ def attend_half(
     state = no_tokens()
     for start in range(first, spans[2], stride):
         async_copy.wait_group(1)
-        s = tile_scores(query, codes_at(k_buffers, 0, F), start, spans, scale)
+        s = tile_scores(query, codes_at(k_buffers, 0, F, PAIR), start, spans, scale)
         fetch_keys(keys, spans, start + stride, head, page, have, k_buffers, F, PAIR)
         async_copy.wait_group(1)
-        state = add_tile(state, s, codes_at(v_buffers, 2, F))
+        state = add_tile(state, s, codes_at(v_buffers, 2, F, PAIR))
         fetch_values(values, spans, start + stride, head, page, have, v_buffers, F, PAIR)
     return to_pages(state)

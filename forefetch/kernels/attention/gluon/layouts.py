@@ -46,6 +46,9 @@ PAIR_PLAIN = gl.constexpr(
     _Linear([[0, 0, 1 << bit] for bit in (0, 3, 4, 5, 6)], [[0, 0, 2], [0, 0, 4], *_PAIR_ROWS], [], [], [2, 4, 128])
 )
 
+# The same of 64 tokens.
+HALF_TOKENS = gl.constexpr(_Linear([[1], [2], [4], [8]], [[16], [32], [0], [0], [0]], [], [], [64]))
+
 # cp.async: 16 bytes a lane.
 COPY_WORDS = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 COPY_HALVES = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
@@ -54,18 +57,6 @@ COPY_PAIR = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [1, 1], [1, 0]))
 COPY_PAIR_TOKENS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0]))
 PAIRED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 COPY_TILE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0]))
-
-
-@gluon.constexpr_function
-def joined_by(heads, splits):
-    """[heads, splits, 128]: heads and splits in registers, a lane's 4 channels together."""
-    bits = [[0, 1 << bit, 0] for bit in range(splits.bit_length() - 1)] + [
-        [1 << bit, 0, 0] for bit in range(heads.bit_length() - 1)
-    ]
-    lanes = [[0, 0, 1 << bit] for bit in (2, 3, 4, 5, 6)]
-    return _Linear([[0, 0, 1], [0, 0, 2], *bits], lanes, [], [], [heads, splits, 128])
-
-
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # [32], an element each
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))

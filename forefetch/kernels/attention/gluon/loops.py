@@ -10,34 +10,17 @@ from forefetch.kernels.attention.gluon.copies import (
     get,
     load_keys,
     load_meta,
-    load_pair_keys,
-    load_pair_meta,
-    load_pair_values,
-    load_quarter,
     load_values,
     pick,
     pick_thirds,
 )
-from forefetch.kernels.attention.gluon.decode import LEVEL
-from forefetch.kernels.attention.gluon.half import LOWEST
-from forefetch.kernels.attention.gluon.layouts import CHANNELS, CHUNK, FLAT, QUERY, rows_by
+from forefetch.kernels.attention.gluon.layouts import CHUNK, rows_by
 from forefetch.kernels.attention.gluon.page import (
     add_values,
-    outlier_columns,
     row_max,
     scores,
     soft,
     weights_operand,
-    zero_part,
-)
-from forefetch.kernels.attention.gluon.page_half import UP, add_half_values, by_token, half_scores
-from forefetch.kernels.attention.gluon.pair import (
-    add_pair_values,
-    empty_second,
-    hide_second,
-    pair_scores,
-    pair_soft,
-    pair_weights,
 )
 
 # A running maximum moves only when a page exceeds it by this much (base 2): sums are float32 and have the range.
@@ -115,109 +98,5 @@ def attend_pages(
         load_values(head, coming, p + 1 < last, v_buffers, 0, F)
         async_copy.commit_group()
         meta, coming = following, after
-    async_copy.wait_group(0)
-    return top, total, weighted, sums
-
-
-@gluon.jit
-def attend_pairs(
-    state, query, head, span, pages, k_buffers, v_buffers, levels, one, q, scales, G: gl.constexpr, F: gl.constexpr
-):
-    """`attend_pages` by two pages at a time: see `pair.py`. `pages`: the first two."""
-    N: gl.constexpr = get(F, "outliers")
-    table, first, last = span
-    top, total, sums = empty_second(state)
-    weighted = gl.zeros([8, 8], gl.float32, rows_by(8))
-    meta = load_pair_meta(head, pages, F)
-    picked = pick(q[0], q[1], meta, scales[0], G, N)
-    coming = two_pages(table, first + 2, last)
-    for p in range(first, last, 2):
-        following = load_pair_meta(head, coming, F)
-        after = two_pages(table, p + 4, last)
-        async_copy.wait_group(1)
-        parts = pair_scores(query, k_buffers, picked, levels, one, scales[1], N)
-        load_pair_keys(head, coming, last - p - 2, k_buffers, F)
-        async_copy.commit_group()
-        if get(F, "sinks") > 0:
-            if p == 0:
-                parts = hide_sinks(parts, get(F, "sinks"), 4)
-        if p + 1 == last:
-            parts = hide_second(parts)
-        page_top = row_max(gl.maximum(gl.maximum(parts[0], parts[1]), gl.maximum(parts[2], parts[3])))
-        page_top = gl.maximum(page_top, LOWEST)
-        if gl.max(page_top - top, 0) > HEADROOM:
-            top, total, weighted, sums = raise_top(top, page_top, total, weighted, sums)
-        share = gl.exp2(page_top - top)
-        picked = pick(q[0], q[1], following, scales[0], G, N)
-        async_copy.wait_group(1)
-        weights, page_total, page_weighted = pair_soft(parts, page_top, v_buffers[2].slice(128, 128, dim=1))
-        total, weighted = with_page(total, weighted, page_total, page_weighted, share)
-        operands = pair_weights(weights, v_buffers[2].slice(0, 128, dim=1))
-        sums = add_pair_values(sums, operands, v_buffers, share * meta[0], levels, one)
-        load_pair_values(head, coming, last - p - 2, v_buffers, F)
-        async_copy.commit_group()
-        meta, coming = following, after
-    async_copy.wait_group(0)
-    return top, total, weighted, sums
-
-
-@gluon.jit
-def two_pages(table, at, last):
-    """Page numbers at `at` and behind it, 0 beyond the last."""
-    return gl.load(table + at, mask=at < last, other=0), gl.load(table + at + 1, mask=at + 1 < last, other=0)
-
-
-@gluon.jit
-def attend_half_pages(state, query, head, span, page, k_buffers, v_buffers, q, scales, G: gl.constexpr, F: gl.constexpr):
-    """`attend_pages` for `fp4`. The four quarters of codes go round the ring: a copy goes where the last one was read."""
-    N: gl.constexpr = get(F, "outliers")
-    table, first, last = span
-    top, total, sums = state
-    weighted = gl.zeros([8, 8], gl.float32, rows_by(8))
-    ring, k_scales = k_buffers[0], k_buffers[1]._reinterpret(gl.int8, [512], FLAT)
-    v_scales = v_buffers[1]._reinterpret(gl.int8, [512], FLAT)
-    meta = load_meta(head, page, F)
-    picked = pick(q[0], q[1], meta, scales[0], G, N)
-    coming = gl.load(table + first + 1, mask=first + 1 < last, other=0)
-    slot = first - first
-    async_copy.wait_group(1)  # both halves of the first page's K
-    for p in range(first, last):
-        following = load_meta(head, coming, F)
-        after = gl.load(table + p + 2, mask=p + 2 < last, other=0)
-        second, third = gl.where(slot == 2, 0, slot + 1), gl.where(slot == 0, 2, slot - 1)
-        async_copy.wait_group(2)
-        queries = query.load(QUERY)
-        base = zero_part(queries, k_buffers[2].load(CHANNELS)) * scales[1]
-        columns = outlier_columns(k_buffers[3], N)
-        unit = scales[1] * (meta[1] * LEVEL)
-        parts = half_scores(queries, ring.index(slot), k_scales, 0, base, picked, columns, unit, N)
-        load_quarter(ring.index(slot), head, page, p < last, 3, F)
-        async_copy.commit_group()
-        async_copy.wait_group(2)
-        parts = parts + half_scores(queries, ring.index(second), k_scales, 2, base, picked, columns, unit, N)
-        load_keys(head, coming, p + 1 < last, k_buffers, second, F)
-        async_copy.commit_group()
-        if get(F, "sinks") > 0:
-            if p == 0:
-                parts = hide_sinks(parts, get(F, "sinks"), 8)
-        page_top = row_max(gl.maximum(gl.maximum(parts[0], parts[1]), gl.maximum(parts[2], parts[3])))
-        if gl.max(page_top - top, 0) > HEADROOM:
-            top, total, weighted, sums = raise_top(top, page_top, total, weighted, sums)
-        page_top -= UP
-        share = gl.exp2(page_top - top)
-        picked = pick(q[0], q[1], following, scales[0], G, N)
-        async_copy.wait_group(2)
-        weights, page_total, page_weighted = soft(parts, page_top, v_buffers[2])
-        total, weighted = with_page(total, weighted, page_total, page_weighted, share)
-        unit = share * (meta[0] * LEVEL)
-        wide = by_token(weights)
-        lower = add_half_values(sums, wide, ring.index(third), v_scales, 0, unit)
-        load_quarter(ring.index(third), head, coming, p + 1 < last, 1, F)
-        async_copy.commit_group()
-        async_copy.wait_group(2)
-        sums = lower + add_half_values(sums, wide, ring.index(slot), v_scales, 2, unit)
-        load_values(head, coming, p + 1 < last, v_buffers, slot, F)
-        async_copy.commit_group()
-        meta, page, coming, slot = following, coming, after, second
     async_copy.wait_group(0)
     return top, total, weighted, sums

@@ -1,8 +1,8 @@
 """Two pages at a time, where a KV head has at most four query heads: they fill rows 0-3 of every tile for the one page and rows
 4-7 for the other, so that all that is done per row (queries, softmax, weights, sums) is done once for both.
 
-Products meet one page's codes at a time, with the other page's rows of the operand zero, and add up in one accumulator. What
-belongs to a page, scales for example, is read per row. Rows 4-7 are a running softmax of their own until `fold_rows`.
+What belongs to a page, scales for example, is read per row. Products meet one page's codes at a time; the other page's rows
+come out as nonsense and count with a factor of 0. Rows 4-7 are a running softmax of their own until `fold_rows`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from forefetch.kernels.attention.gluon.codes import (
     both_rows,
     channels_to_k8,
     fold_channels,
+    high_low,
     join_quarters,
-    masked_high_low,
     row_quarters,
     stack,
     tokens_to_k8,
@@ -73,32 +73,42 @@ def _zero_part(q, zero):
 
 
 @gluon.jit
-def pair_scores(query, buffers, picked, table, one, scale, N: gl.constexpr):
-    """`page.scores` of two pages; `buffers`: (codes of each, scales and zeros [2, 256], outliers [2, N 128])."""
+def pair_queries(query, rest, outliers, picked, scale, N: gl.constexpr):
+    """Of two pages, K's scales and zeros [2, 256] and outliers [2, N 128] in shared memory: (scores besides the codes' part,
+    four [8, 32]; operand A of the codes' part; what its products count [8])."""
     PART: gl.constexpr = rows_by(CHUNK)
-    first, second, rest, outliers = buffers
     q = gl.convert_layout(both_rows(query, PAIR_QUERY), QUERY, assert_trivial=True)
     zero = gl.convert_layout(per_row(rest.slice(128, 128, dim=1), PAIR_QUERY), QUERY, assert_trivial=True)
     base = _zero_part(q, zero) * scale
     scaled = q * gl.convert_layout(per_row(rest.slice(0, 128, dim=1), PAIR_QUERY), QUERY, assert_trivial=True)
     factor = power_of_two(row_max(gl.abs(scaled)).to(gl.float32))
     factors, _ = gl.broadcast(factor.to(gl.float16)[:, None], scaled)
-    high, low, high_2, low_2 = masked_high_low(_to_operand(scaled), _to_operand(factors))
-    operands = stack(high, low, A8), stack(high_2, low_2, A8)
+    high, low = high_low(_to_operand(scaled), _to_operand(factors))
+    operand = stack(high, low, A8)
     unit = scale / (STEPS * gl.convert_layout(factor, gl.SliceLayout(1, PART), assert_trivial=True))
     columns = ()
     for n in gl.static_range(N):
         columns = columns + (row_quarters(per_row(outliers.slice(n * 128, 128, dim=1), PAIR_TOKENS)),)
     parts = ()
     for i in gl.static_range(4):
-        acc = mma_v2(operands[0], decode(first, first, i, table, one, False), gl.zeros([16, CHUNK], gl.int32, MMA))
-        upper, lower = unstack(mma_v2(operands[1], decode(second, second, i, table, one, False), acc))
-        part = base[:, None]
+        part = base[:, None] + gl.zeros([8, CHUNK], gl.float32, PART)
         for n in gl.static_range(N):
-            column = gl.convert_layout(columns[n][i], PART, assert_trivial=True).to(gl.float32)
-            part = picked[n][:, None] * column + part
-        parts = parts + (gl.convert_layout(whole(upper, lower), PART, assert_trivial=True) * unit[:, None] + part,)
-    return parts
+            part += picked[n][:, None] * gl.convert_layout(columns[n][i], PART, assert_trivial=True).to(gl.float32)
+        parts = parts + (part,)
+    return parts, operand, unit
+
+
+@gluon.jit
+def with_products(parts, operand, codes, page, unit, table, one):
+    """Four [8, 32] with `unit` [8] times the operand's products with a page's codes added, in the rows of that page."""
+    PART: gl.constexpr = rows_by(CHUNK)
+    own = gl.where(gl.arange(0, 8, gl.SliceLayout(1, PART)) // 4 == page, unit, 0.0)[:, None]
+    added = ()
+    for i in gl.static_range(4):
+        levels = decode(codes, codes, i, table, one, False)
+        upper, lower = unstack(mma_v2(operand, levels, gl.zeros([16, CHUNK], gl.int32, MMA)))
+        added = added + (parts[i] + gl.convert_layout(whole(upper, lower), PART, assert_trivial=True) * own,)
+    return added
 
 
 @gluon.jit
@@ -131,30 +141,13 @@ def pair_weights(weights, scale):
     """`page.weights_operand` of both pages; `scale` [2, 128] in shared memory."""
     KS: gl.constexpr = tokens_k(CHUNK)
     scales = row_quarters(per_row(scale, PAIR_TOKENS))
-    highs, lows, highs_2, lows_2 = (), (), (), ()
+    highs, lows = (), ()
     for i in gl.static_range(4):
         p = weights[i] * gl.convert_layout(scales[i], rows_by(CHUNK), assert_trivial=True)
         p = gl.convert_layout(tokens_to_k8(p, CHUNK), KS, assert_trivial=True)
-        high, low, high_2, low_2 = masked_high_low(p, gl.full([8, CHUNK], LIMIT, gl.float16, KS))
-        highs, lows, highs_2, lows_2 = highs + (high,), lows + (low,), highs_2 + (high_2,), lows_2 + (low_2,)
-    return (
-        stack(join_quarters(highs), join_quarters(lows), A8),
-        stack(join_quarters(highs_2), join_quarters(lows_2), A8),
-    )
-
-
-@gluon.jit
-def add_pair_values(sums, operands, buffers, factor, table, one):
-    """`page.add_values` of both pages."""
-    PART: gl.constexpr = rows_by(CHUNK)
-    unit = factor * (1.0 / (LIMIT * STEPS))
-    added = ()
-    for i in gl.static_range(4):
-        acc = mma_v2(operands[0], decode(buffers[0], buffers[0], i, table, one, False), gl.zeros([16, CHUNK], gl.int32, MMA))
-        upper, lower = unstack(mma_v2(operands[1], decode(buffers[1], buffers[1], i, table, one, False), acc))
-        part = gl.convert_layout(whole(upper, lower), PART, assert_trivial=True)
-        added = added + (sums[i] + part * unit[:, None],)
-    return added
+        high, low = high_low(p, gl.full([8, CHUNK], LIMIT, gl.float16, KS))
+        highs, lows = highs + (high,), lows + (low,)
+    return stack(join_quarters(highs), join_quarters(lows), A8)
 
 
 @gluon.jit

@@ -1,0 +1,95 @@
+"""`loops.attend_pages` for `fp4`: the four quarters of a page's codes go round a ring of three, each copied where one was read.
+
+Halves are loops, not unrolled: a body of more than 32 KB of instructions is slow to fetch (benchmarks/LOG.md).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from forefetch.kernels.attention.gluon.copies import get, load_keys, load_meta, load_quarter, load_values, pick
+from forefetch.kernels.attention.gluon.decode import LEVEL
+from forefetch.kernels.attention.gluon.layouts import CHANNELS, CHUNK, FLAT, QUERY, rows_by
+from forefetch.kernels.attention.gluon.loops import HEADROOM, hide_sinks, raise_top, with_page
+from forefetch.kernels.attention.gluon.page import row_max, soft, zero_part
+from forefetch.kernels.attention.gluon.page_half import UP, add_half_values, by_token, half_scores
+
+
+@gluon.jit
+def _scores(query, head, pages, more, buffers, slots, picked, factor, scale, two, F: gl.constexpr):
+    """Scores of a page as four [8, 32]. `pages`: (this, the next); `more`: whether there is a next one; `slots` of the ring:
+    where the first half of K's codes is, and the second."""
+    N: gl.constexpr = get(F, "outliers")
+    ring, scales = buffers[0], buffers[1]._reinterpret(gl.int8, [4, 128], FLAT)
+    base, unit = zero_part(query.load(QUERY), buffers[2].load(CHANNELS)) * scale, scale * (factor * LEVEL)
+    nothing = gl.zeros([8, CHUNK], gl.float32, rows_by(CHUNK))
+    parts, at = (nothing, nothing, nothing, nothing), slots[0]
+    for half in range(two):
+        async_copy.wait_group(2)
+        some = half_scores(query.load(QUERY), ring.index(at), scales, half, base, picked, buffers[3], unit, N)
+        parts = parts[2], parts[3], some[0], some[1]
+        if half == 0:
+            load_quarter(ring.index(slots[0]), head, pages[0], two > 0, 3, F)
+        else:
+            load_keys(head, pages[1], more, buffers, slots[1], F)
+        async_copy.commit_group()
+        at = slots[1]
+    return parts
+
+
+@gluon.jit
+def _add_values(sums, weights, head, coming, more, buffers, slots, unit, two, F: gl.constexpr):
+    """`sums` with the page's values; `slots`: where the halves of V's codes are."""
+    ring, scales = buffers[0], buffers[1]._reinterpret(gl.int8, [4, 128], FLAT)
+    wide, at = by_token(weights), slots[0]
+    for half in range(two):
+        async_copy.wait_group(2)
+        some = add_half_values(sums, wide, ring.index(at), scales, half, unit)
+        sums = sums[2], sums[3], some[0], some[1]
+        if half == 0:
+            load_quarter(ring.index(slots[0]), head, coming, more, 1, F)
+        else:
+            load_values(head, coming, more, buffers, slots[1], F)
+        async_copy.commit_group()
+        at = slots[1]
+    return sums
+
+
+@gluon.jit
+def attend_half_pages(state, query, head, span, page, k_buffers, v_buffers, q, scales, G: gl.constexpr, F: gl.constexpr):
+    """The span's pages: see `loops.attend_pages`."""
+    N: gl.constexpr = get(F, "outliers")
+    table, first, last = span
+    top, total, sums = state
+    weighted = gl.zeros([8, 8], gl.float32, rows_by(8))
+    meta = load_meta(head, page, F)
+    picked = pick(q[0], q[1], meta, scales[0], G, N)
+    coming = gl.load(table + first + 1, mask=first + 1 < last, other=0)
+    slot, two = first * 0, gl.minimum(last - first + 1, 2)  # a count that the compiler does not know
+    async_copy.wait_group(1)  # both halves of the first page's K
+    for p in range(first, last):
+        following, more = load_meta(head, coming, F), p + 1 < last
+        after = gl.load(table + p + 2, mask=p + 2 < last, other=0)
+        second, third = gl.where(slot == 2, 0, slot + 1), gl.where(slot == 0, 2, slot - 1)
+        parts = _scores(
+            query, head, (page, coming), more, k_buffers, (slot, second), picked, meta[1], scales[1], two, F
+        )  # fmt: skip
+        if get(F, "sinks") > 0:
+            if p == 0:
+                parts = hide_sinks(parts, get(F, "sinks"), 8)
+        page_top = row_max(gl.maximum(gl.maximum(parts[0], parts[1]), gl.maximum(parts[2], parts[3])))
+        if gl.max(page_top - top, 0) > HEADROOM:
+            top, total, weighted, sums = raise_top(top, page_top, total, weighted, sums)
+        page_top -= UP
+        share = gl.exp2(page_top - top)
+        picked = pick(q[0], q[1], following, scales[0], G, N)
+        async_copy.wait_group(2)
+        weights, page_total, page_weighted = soft(parts, page_top, v_buffers[2])
+        total, weighted = with_page(total, weighted, page_total, page_weighted, share)
+        unit = share * (meta[0] * LEVEL)
+        sums = _add_values(sums, weights, head, coming, more, v_buffers, (third, slot), unit, two, F)
+        meta, page, coming, slot = following, coming, after, second
+    async_copy.wait_group(0)
+    return top, total, weighted, sums
