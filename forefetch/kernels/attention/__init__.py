@@ -16,12 +16,13 @@ from forefetch.kernels.attention.chunks import ChunkPlan, fill_blocks, prefill_c
 from forefetch.kernels.attention.cpu import DecodePlan, plan_decode, prefill
 from forefetch.kernels.attention.paged import PagedPlan, decode_paged
 from forefetch.kernels.attention.sealed import decode_sealed
-from forefetch.kernels.attention.sealed_cpu import prefill_sealed_cpu as prefill_sealed
+from forefetch.kernels.attention.sealed_chunks import SealedChunkPlan, prefill_sealed
 
 __all__ = [
     "ChunkPlan",
     "DecodePlan",
     "PagedPlan",
+    "SealedChunkPlan",
     "decode",
     "decode_paged",
     "decode_planned",

@@ -1,7 +1,4 @@
-"""`loops.attend_pages` for `fp4`: the four quarters of a page's codes go round a ring of three, each copied where one was read.
-
-Halves are loops, not unrolled: a body of more than 32 KB of instructions is slow to fetch (benchmarks/LOG.md).
-"""
+"""`loops.attend_pages` for `fp4`: the four quarters of a page's codes go round a ring of three, copied where one was read."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from forefetch.kernels.attention.gluon.page_half import UP, add_half_values, by_
 
 
 @gluon.jit
-def _scores(query, head, pages, more, buffers, slots, picked, factor, scale, two, F: gl.constexpr):
+def _scores(query, head, pages, more, buffers, slots, picked, factor, scale, F: gl.constexpr):
     """Scores of a page as four [8, 32]. `pages`: (this, the next); `more`: whether there is a next one; `slots` of the ring:
     where the first half of K's codes is, and the second."""
     N: gl.constexpr = get(F, "outliers")
@@ -26,12 +23,12 @@ def _scores(query, head, pages, more, buffers, slots, picked, factor, scale, two
     base, unit = zero_part(query.load(QUERY), buffers[2].load(CHANNELS)) * scale, scale * (factor * LEVEL)
     nothing = gl.zeros([8, CHUNK], gl.float32, rows_by(CHUNK))
     parts, at = (nothing, nothing, nothing, nothing), slots[0]
-    for half in range(two):
+    for half in gl.static_range(2):
         async_copy.wait_group(2)
         some = half_scores(query.load(QUERY), ring.index(at), scales, half, base, picked, buffers[3], unit, N)
         parts = parts[2], parts[3], some[0], some[1]
         if half == 0:
-            load_quarter(ring.index(slots[0]), head, pages[0], two > 0, 3, F)
+            load_quarter(ring.index(slots[0]), head, pages[0], pages[0] >= 0, 3, F)
         else:
             load_keys(head, pages[1], more, buffers, slots[1], F)
         async_copy.commit_group()
@@ -40,11 +37,11 @@ def _scores(query, head, pages, more, buffers, slots, picked, factor, scale, two
 
 
 @gluon.jit
-def _add_values(sums, weights, head, coming, more, buffers, slots, unit, two, F: gl.constexpr):
+def _add_values(sums, weights, head, coming, more, buffers, slots, unit, F: gl.constexpr):
     """`sums` with the page's values; `slots`: where the halves of V's codes are."""
     ring, scales = buffers[0], buffers[1]._reinterpret(gl.int8, [4, 128], FLAT)
     wide, at = by_token(weights), slots[0]
-    for half in range(two):
+    for half in gl.static_range(2):
         async_copy.wait_group(2)
         some = add_half_values(sums, wide, ring.index(at), scales, half, unit)
         sums = sums[2], sums[3], some[0], some[1]
@@ -67,14 +64,15 @@ def attend_half_pages(state, query, head, span, page, k_buffers, v_buffers, q, s
     meta = load_meta(head, page, F)
     picked = pick(q[0], q[1], meta, scales[0], G, N)
     coming = gl.load(table + first + 1, mask=first + 1 < last, other=0)
-    slot, two = first * 0, gl.minimum(last - first + 1, 2)  # a count that the compiler does not know
+    slot = first * 0
     async_copy.wait_group(1)  # both halves of the first page's K
     for p in range(first, last):
         following, more = load_meta(head, coming, F), p + 1 < last
         after = gl.load(table + p + 2, mask=p + 2 < last, other=0)
         second, third = gl.where(slot == 2, 0, slot + 1), gl.where(slot == 0, 2, slot - 1)
+        async_copy.wait_group(2)
         parts = _scores(
-            query, head, (page, coming), more, k_buffers, (slot, second), picked, meta[1], scales[1], two, F
+            query, head, (page, coming), more, k_buffers, (slot, second), picked, meta[1], scales[1], F
         )  # fmt: skip
         if get(F, "sinks") > 0:
             if p == 0:
@@ -89,7 +87,7 @@ def attend_half_pages(state, query, head, span, page, k_buffers, v_buffers, q, s
         weights, page_total, page_weighted = soft(parts, page_top, v_buffers[2])
         total, weighted = with_page(total, weighted, page_total, page_weighted, share)
         unit = share * (meta[0] * LEVEL)
-        sums = _add_values(sums, weights, head, coming, more, v_buffers, (third, slot), unit, two, F)
+        sums = _add_values(sums, weights, head, coming, more, v_buffers, (third, slot), unit, F)
         meta, page, coming, slot = following, coming, after, second
     async_copy.wait_group(0)
     return top, total, weighted, sums
