@@ -38,6 +38,14 @@ def fill(folder: Path, tokens: tuple[int, ...] = (1, 2, 3), size: int = 5000) ->
         return [(key, kv.block(key, size)) for key in keys]
 
 
+def overwrite(folder: Path, pattern: bytes, data: bytes) -> None:
+    """Writes `data`, and zeros behind it, where `pattern` lies in LMDB's file."""
+    file = folder / "data.mdb"
+    was = file.read_bytes()
+    place = was.index(pattern)
+    file.write_bytes(was[:place] + data.ljust(len(pattern), b"\0") + was[place + len(pattern) :])
+
+
 def flip(folder: Path, pattern: bytes, at: int = 0) -> None:
     """Flips a bit where `pattern` lies in LMDB's file."""
     file = folder / "data.mdb"

@@ -21,19 +21,23 @@ from kv_service.disk import Disk, DiskError
 from kv_service.keys import Key, chain
 from kv_service.parts import checksum_of
 from kv_service.store import Outcome, Reservation
-from kv_service.store_room import Limits
+from kv_service.store_room import DISK_PAGE, Limits
 from kv_service.vault import Vault
 
 if TYPE_CHECKING:
     from kv_calls import Kv
-from disk_calls import MIB, ROOT, config, fill, flip, until
+from disk_calls import MIB, ROOT, config, fill, flip, overwrite, until
 
 # Damage on disk
 
 
-def test_a_flipped_bit_is_a_miss_and_the_block_can_be_put_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["flipped bit", "torn write"])
+def test_a_damaged_block_is_a_miss_and_can_be_put_again(damage: str, tmp_path: Path) -> None:
     held = fill(tmp_path)
-    flip(tmp_path / "blocks", held[1][1], at=4321)
+    if damage == "flipped bit":
+        flip(tmp_path / "blocks", held[1][1], at=4321)
+    else:  # of its pages the first is there, and what was on the disk before lies in the others
+        overwrite(tmp_path / "blocks", held[1][1], held[1][1][:DISK_PAGE])
     with running(config(tmp_path)) as kv:
         keys, blocks = [key for key, _ in held], [block for _, block in held]
         assert kv.client.look_up(keys) == 3  # nobody knows yet

@@ -105,6 +105,8 @@ def test_a_transfer_that_takes_too_long_is_cancelled(kv: Kv, monkeypatch: pytest
     stalled.release.set()
     until(lambda: not kv.servicer.busy)
     assert kv.servicer.vault.store.room.memory == 0
+    assert (kv.client.stats().slow_peers, kv.client.stats().broken) == (1, 1)
+    assert kv.client.look_up(kv.keys(1)) == 0
 
 
 # Malformed requests

@@ -12,7 +12,7 @@ from store_calls import KIB, ME, YOU, line, sum_of
 
 from kv_service.keys import Key
 from kv_service.store import Outcome, Reservation, Store
-from kv_service.store_order import ATTENTION_TOKENS, Entry, State
+from kv_service.store_order import ATTENTION_TOKENS, ENTRY_BYTES, Entry, State
 from kv_service.store_room import HIGH, LOW, Limits
 
 # Budgets leave a little beyond whole blocks, so that the low watermark takes one block and not two.
@@ -197,6 +197,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert (self.store.blocks, self.store.bytes) == (len(sealed), sum(block.size for block in sealed))
         assert self.store.room.memory == self.store.room.home == self.naive.used_by(None) <= 100
         assert max(self.naive.used_by(ME), self.naive.used_by(YOU)) <= 70
+        assert self.store.room.index == sum(ENTRY_BYTES + 4 * len(block.key.token_ids) for block in self.naive.blocks)
 
 
 TestStoreMachine = StoreMachine.TestCase
@@ -296,6 +297,7 @@ class TieredMachine(RuleBasedStateMachine):
         assert len(self.disk) * KIB <= room.home
         if not (self.batch or self.doomed or room.doomed or room.dirty or self.leased):
             assert room.home == KIB * self.store.blocks
+            assert room.index == sum(entry.indexed for entry in self.store)
 
 
 TestTieredMachine = TieredMachine.TestCase
