@@ -115,9 +115,14 @@ class KvClient:
 
     def look_up(self, keys: Sequence[Key], timeout_s: float = CALL_S, metadata: Metadata = ()) -> int:
         """Of keys of one chain, in its order, how many from the first on are held."""
+        return self.locate(keys, timeout_s, metadata)[0]
+
+    def locate(self, keys: Sequence[Key], timeout_s: float = CALL_S, metadata: Metadata = ()) -> tuple[int, int]:
+        """`look_up`, and how many of these blocks would have to be read from disk."""
         request = pb.LookUpRequest(digests=[key.digest for key in keys])
         with _errors():
-            return self._stub.LookUp(request, timeout=timeout_s, metadata=self._metadata(metadata)).held
+            reply = self._stub.LookUp(request, timeout=timeout_s, metadata=self._metadata(metadata))
+        return reply.held, reply.on_disk
 
     def find_last(self, keys: Sequence[Key], timeout_s: float = CALL_S, metadata: Metadata = ()) -> int:
         """How many keys there are up to the last that is held, whatever is missing before it; 0: none is."""

@@ -154,8 +154,10 @@ class KvServicer(pb_grpc.KvServiceServicer):
                 raise BadRequest("digests", f"must be at most {MAX_KEYS}, are {len(digests)}")
             for digest in digests:
                 check_digest(digest, "digests")
-            find = self.vault.find_last if request.last else self.vault.look_up
-            return pb.LookUpResponse(held=find(tag, digests))
+            if request.last:
+                return pb.LookUpResponse(held=self.vault.find_last(tag, digests))
+            held, on_disk = self.vault.look_up(tag, digests)
+            return pb.LookUpResponse(held=held, on_disk=on_disk)
 
     @rpc.sync_handler
     def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[pb.GetResponse]:

@@ -166,8 +166,8 @@ class Store:
 
     # ---- reading ----
 
-    def look_up(self, tag: bytes, digests: Sequence[bytes]) -> int:
-        """How many digests, from the first on, are held; they count as used."""
+    def look_up(self, tag: bytes, digests: Sequence[bytes]) -> tuple[int, int]:
+        """How many digests, from the first on, are held, and how many of these on disk alone; they count as used."""
         index, found = self._index, []
         for digest in digests:
             entry = index.get(tag + digest)
@@ -177,7 +177,7 @@ class Store:
         self.counters.hits += len(found)
         self.counters.misses += len(digests) - len(found)
         self.room.touch(found)
-        return len(found)
+        return len(found), sum(not entry.in_memory for entry in found)
 
     def find_last(self, tag: bytes, digests: Sequence[bytes]) -> int:
         """How many digests there are up to the last that is held, whose block counts as used; 0: none is."""

@@ -136,8 +136,8 @@ class Vault:
 
     # ---- blocks out ----
 
-    def look_up(self, tag: bytes, digests: Sequence[bytes]) -> int:
-        """How many digests, from the first on, are held."""
+    def look_up(self, tag: bytes, digests: Sequence[bytes]) -> tuple[int, int]:
+        """How many digests, from the first on, are held, and how many of these on disk alone."""
         with self._changed:
             return self.store.look_up(tag, digests)
 

@@ -36,7 +36,8 @@ class Rate:
 
 @dataclass(slots=True)
 class FetchCost:
-    """Decides for one router. `timeout_s` bounds every load."""
+    """Decides for one router. `load` is the rate of what services have in memory, `disk` of what they read from disk first.
+    `timeout_s` bounds every load."""
 
     block_bytes: int
     page_size: int
@@ -44,19 +45,34 @@ class FetchCost:
     rows_bytes: int = 0  # loaded beside the blocks
     prefill: Rate = field(default_factory=Rate)
     load: Rate = field(default_factory=Rate)
+    disk: Rate = field(default_factory=Rate)
     unworthy: int = 0  # in a row
 
-    def worth(self, blocks: int) -> bool:
-        """Whether loading so many blocks is faster than computing them, or is to be measured."""
-        compute, load = self.prefill.time(blocks * self.page_size), self.load.time(self.bytes(blocks))
+    def worth(self, blocks: int, on_disk: int = 0) -> bool:
+        """Whether loading so many blocks, of which some are on disk, is faster than computing them, or is to be measured."""
+        compute, load = self.prefill.time(blocks * self.page_size), self._time(blocks, on_disk)
         if compute is None or load is None or load < compute:
             self.unworthy = 0
             return True
         self.unworthy = (self.unworthy + 1) % PROBE
         return self.unworthy == 0
 
-    def bytes(self, blocks: int) -> int:
-        """What loading so many blocks moves."""
+    def loaded(self, blocks: int, on_disk: int, seconds: float) -> None:
+        """So many blocks, of which some were on disk, and the rows beside them took so long; -1: nothing came."""
+        if not on_disk:
+            self.load.add(self._bytes(blocks) if blocks >= 0 else 0, seconds)
+            return
+        rest = self._bytes(blocks - on_disk) if blocks > on_disk else 0
+        usual = self.load.time(rest) or 0.0 if rest else 0.0
+        self.disk.add(on_disk * self.block_bytes, max(seconds - usual, seconds * on_disk / blocks))
+
+    def _time(self, blocks: int, on_disk: int) -> float | None:
+        """None while a rate that matters is not known."""
+        disk = self.disk.time(on_disk * self.block_bytes) if on_disk else 0.0
+        memory = self.load.time(self._bytes(blocks - on_disk)) if blocks > on_disk else 0.0
+        return None if disk is None or memory is None else disk + memory
+
+    def _bytes(self, blocks: int) -> int:
         return blocks * self.block_bytes + self.rows_bytes
 
     def limit_s(self, blocks: int) -> float:

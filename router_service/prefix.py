@@ -158,20 +158,20 @@ class Prefix:
         load.keys = load.name()
         if stop := _stopped(load):
             return stop
-        load.held = blocks = self._replicas.look_up(load.keys, min(CALL_S, load.left_s), metadata)
-        holder = None
+        load.held, on_disk = self._replicas.locate(load.keys, min(CALL_S, load.left_s), metadata)
+        blocks, holder = load.held, None
         if load.rows:
             blocks, holder = self._find_rows(load, metadata)
         if not blocks:
             return "rows" if load.held else "absent"
-        if not self.cost.worth(blocks):
+        if not self.cost.worth(blocks, min(blocks, on_disk)):
             return "slow"
         began = monotonic()
         try:
             missed = self._load_behind(load, blocks, holder, metadata)
         finally:
-            moved = self.cost.bytes(load.blocks) if load.blocks or load.tail else 0
-            self.cost.load.add(moved, monotonic() - began)
+            moved = load.blocks if load.blocks or load.tail else -1
+            self.cost.loaded(moved, min(load.blocks, on_disk), monotonic() - began)
         return missed or ("" if blocks == len(load.keys) else "absent")
 
     def _find_rows(self, load: Load, metadata: Metadata) -> tuple[int, Replica | None]:

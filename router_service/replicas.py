@@ -29,11 +29,11 @@ class Replica:
         """A connection of its own, so that bulk transfers do not queue in front of others' calls."""
         return self._connect(self.address)
 
-    def held(self, keys: Sequence[Key], timeout_s: float, metadata: Metadata = ()) -> int:
-        """How many of the keys, from the first on, it holds. Unavailable at once while its heartbeat fails."""
+    def locate(self, keys: Sequence[Key], timeout_s: float, metadata: Metadata = ()) -> tuple[int, int]:
+        """See KvClient. Unavailable at once while its heartbeat fails."""
         if not self.up:
             raise Unavailable(f"KV service {self.address} is away")
-        return self.client.look_up(keys, timeout_s, metadata)
+        return self.client.locate(keys, timeout_s, metadata)
 
     def is_up(self, up: bool, reason: str = "") -> None:
         """What a call found."""
@@ -80,24 +80,25 @@ class Replicas:
             end -= len(run)
         return 0, None
 
-    def look_up(self, keys: Sequence[Key], timeout_s: float, metadata: Metadata = ()) -> int:
-        """How many of a chain of keys, from the first on, are held. One call for each service that may hold some. Raises what a
-        call raises when nothing can be said of the first block."""
+    def locate(self, keys: Sequence[Key], timeout_s: float, metadata: Metadata = ()) -> tuple[int, int]:
+        """How many of a chain of keys, from the first on, are held, and how many of these are on disk. One call for each
+        service that may hold some. Raises what a call raises when nothing can be said of the first block."""
         wanted: dict[Replica, list[int]] = {}  # positions in the chain, in the order in which services first come
         at = 0
         for replica, run in self.runs(keys):
             wanted.setdefault(replica, []).extend(range(at, at + len(run)))
             at += len(run)
-        held = len(keys)
+        held, on_disk = len(keys), 0
         for replica, positions in wanted.items():
             try:
-                found = replica.held([keys[position] for position in positions], timeout_s, metadata)
+                found, slow = replica.locate([keys[position] for position in positions], timeout_s, metadata)
             except ForefetchError:
                 if positions[0] == 0:
                     raise
-                found = 0
+                found = slow = 0
+            on_disk += slow
             if found < len(positions):
                 held = min(held, positions[found])
             if not held:
                 break
-        return held
+        return held, min(held, on_disk)

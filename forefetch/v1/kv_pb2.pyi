@@ -111,10 +111,12 @@ class LookUpRequest(_message.Message):
     def __init__(self, digests: _Optional[_Iterable[bytes]] = ..., last: bool = ...) -> None: ...
 
 class LookUpResponse(_message.Message):
-    __slots__ = ("held",)
+    __slots__ = ("held", "on_disk")
     HELD_FIELD_NUMBER: _ClassVar[int]
+    ON_DISK_FIELD_NUMBER: _ClassVar[int]
     held: int
-    def __init__(self, held: _Optional[int] = ...) -> None: ...
+    on_disk: int
+    def __init__(self, held: _Optional[int] = ..., on_disk: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
     __slots__ = ("keys",)

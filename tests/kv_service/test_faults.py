@@ -139,7 +139,7 @@ def test_a_full_disk_costs_what_a_restart_finds_and_nothing_else(tmp_path: Path)
     again = Small(tmp_path, 6 * MIB)
     found = again.vault.stats()["blocks"]
     assert 0 < found == small.vault.stats()["disk_blocks"]
-    held = [key for key in keys if again.vault.look_up(again.tag, [key.digest])]
+    held = [key for key in keys if again.vault.look_up(again.tag, [key.digest])[0]]
     assert [again.read([key]) for key in held] == [[key.digest * (MIB // 32)] for key in held]
     again.vault.close()
 

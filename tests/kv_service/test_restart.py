@@ -24,11 +24,12 @@ def test_a_restart_finds_everything_and_reads_it_from_disk(tmp_path: Path) -> No
         keys, blocks = [key for key, _ in held], [block for _, block in held]
         stats = kv.client.stats()
         assert (stats.blocks, stats.disk_blocks, stats.memory_blocks, stats.disk_reads) == (3, 3, 0, 0)
-        assert kv.client.look_up(keys) == 3
+        assert kv.client.locate(keys) == (3, 3)
         assert kv.client.get(keys) == blocks
         assert kv.client.stats().disk_reads == 3
         assert kv.client.get(keys) == blocks
         assert kv.client.stats().disk_reads == 3  # they stayed in memory
+        assert kv.client.locate(keys) == (3, 0)
         assert kv.put(keys, 5000) == (3, 0)
         assert kv.client.stats().duplicates == 3
 

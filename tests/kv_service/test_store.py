@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from store_calls import ME, YOU, entry_of, line, put, reserve, sum_of
+from store_calls import KIB, ME, YOU, entry_of, flush, line, put, reserve, sum_of
 
 from kv_service.store import Outcome, Store
 from kv_service.store_room import Limits
@@ -26,10 +26,10 @@ def test_a_block_is_invisible_until_it_is_whole() -> None:
     store = Store(Limits(100))
     (key,) = line(1)
     place = reserve(store, key)
-    assert store.look_up(ME, [key.digest]) == 0
+    assert store.look_up(ME, [key.digest])[0] == 0
     assert store.lease(ME, key) is None
     store.commit(place, sum_of(key))
-    assert store.look_up(ME, [key.digest]) == 1
+    assert store.look_up(ME, [key.digest])[0] == 1
 
 
 def test_a_second_writer_is_compared_and_not_kept() -> None:
@@ -73,12 +73,22 @@ def test_look_up_stops_at_a_hole() -> None:
     for key in (keys[0], keys[1], keys[3]):
         put(store, key)
     digests = [key.digest for key in keys]
-    assert store.look_up(ME, digests) == 2
-    assert store.look_up(ME, digests[2:]) == 0
-    assert store.look_up(ME, []) == 0
+    assert store.look_up(ME, digests)[0] == 2
+    assert store.look_up(ME, digests[2:])[0] == 0
+    assert store.look_up(ME, [])[0] == 0
     assert (store.counters.hits, store.counters.misses) == (2, 2 + 2)
     put(store, keys[2])
-    assert store.look_up(ME, digests) == 4
+    assert store.look_up(ME, digests)[0] == 4
+
+
+def test_look_up_says_what_is_on_disk_alone() -> None:
+    store = Store(Limits(30, disk=10 * KIB))
+    keys = line(1, 2, 3, 4)
+    for key in keys[:3]:
+        put(store, key)
+    flush(store)
+    put(store, keys[3])
+    assert store.look_up(ME, [key.digest for key in keys]) == (4, 2)
 
 
 def test_tokens_and_parent_are_compared_on_every_hit() -> None:
@@ -95,7 +105,7 @@ def test_tenants_do_not_meet() -> None:
     store = Store(Limits(100))
     (key,) = line(1)
     put(store, key, tag=ME)
-    assert store.look_up(YOU, [key.digest]) == 0
+    assert store.look_up(YOU, [key.digest])[0] == 0
     assert store.lease(YOU, key) is None
     assert put(store, key, tag=YOU, checksum=bytes(16)) is Outcome.STORED  # not even a conflict says what others hold
     assert store.blocks == 2
@@ -107,9 +117,9 @@ def test_a_quarantined_block_is_a_hole() -> None:
     for key in keys:
         put(store, key)
     store.quarantine(entry_of(store, keys[1]))
-    assert store.look_up(ME, [key.digest for key in keys]) == 1
+    assert store.look_up(ME, [key.digest for key in keys])[0] == 1
     assert put(store, keys[1]) is Outcome.STORED
-    assert store.look_up(ME, [key.digest for key in keys]) == 3
+    assert store.look_up(ME, [key.digest for key in keys])[0] == 3
 
 
 def test_the_last_held_block_is_found_whatever_is_missing_before_it() -> None:

@@ -187,7 +187,7 @@ class StoreMachine(RuleBasedStateMachine):
             if block is None or not block.sealed:
                 break
             found.append(block)
-        assert self.store.look_up(tag, [key.digest for key in line(*path)]) == len(found)
+        assert self.store.look_up(tag, [key.digest for key in line(*path)])[0] == len(found)
         self.naive.touch(found)
 
     @invariant()

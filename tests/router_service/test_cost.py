@@ -31,6 +31,21 @@ def test_the_faster_way_is_taken() -> None:
     assert not cost(prefill=100, load=3000 / 0.49).worth(3)
 
 
+def test_a_slow_disk_does_not_keep_what_is_in_memory_from_being_loaded() -> None:
+    # 4 blocks: 64 tokens take 0.64 s; from memory 4,000 bytes take 0.04 s.
+    made = cost(prefill=100, load=100_000)
+    assert made.worth(4, on_disk=4), "not measured yet"
+    made.loaded(4, 4, 2.0)
+    assert not made.worth(4, on_disk=4)
+    assert made.worth(4)
+    assert made.worth(4, on_disk=1)  # 0.5 s, and 0.03
+    assert not made.worth(4, on_disk=2)
+    for _ in range(30):
+        made.loaded(4, 2, 0.03)
+    assert made.worth(4, on_disk=4)
+    assert made.load.time(1000) == pytest.approx(0.01), "what the disk took is not counted for memory"
+
+
 def test_a_slow_service_is_asked_now_and_then_and_taken_again_when_it_is_fast() -> None:
     made = cost(prefill=1000, load=1.0)
     asked = [made.worth(4) for _ in range(3 * PROBE)]
