@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from forefetch.errors import BadRequest, Mismatch, NotFound
+from forefetch.errors import BadRequest, Mismatch, NotFound, Unavailable
 from forefetch.v1 import router_pb2
 from kv_service.client import SessionState
 from router_service import admission
@@ -21,6 +21,7 @@ from router_service.sessions import Sessions, name_of
 
 A = TypeVar("A")
 R = TypeVar("R")
+AWAY = "session.id: the KV service that keeps the session cannot be reached now; without a session requests are served"
 UNKNOWN = "session.id: there is no such session"
 NOT_WITH_RESUME = ("sampling", "stop", "top_logprobs")
 
@@ -158,7 +159,10 @@ class Conversations:
         """A call that waits, off the event loop."""
         assert self.sessions is not None
         timeout_s = math.inf if left_s is None else max(left_s, 0.0)
-        return await asyncio.get_running_loop().run_in_executor(self.sessions.pool, method, what, timeout_s)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.sessions.pool, method, what, timeout_s)
+        except Unavailable:  # its text is about addresses that are no caller's business
+            raise Unavailable(AWAY) from None
 
     async def finish(self, live: Live, opened: Opened, reason: str, stop_string: str) -> router_pb2.SessionStatus:
         """Waits until the log has the whole answer, or is known not to get it."""

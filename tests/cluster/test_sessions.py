@@ -307,6 +307,8 @@ def test_without_the_kv_service_sessions_are_refused_and_running_ones_go_on(
     clusters[0].kill("kv")
     error = refused(lambda: routers[0].generate(PROMPT, 5, session=session("never", START)))
     assert error.code() == grpc.StatusCode.UNAVAILABLE
+    assert "session.id" in error.details()
+    assert clusters[0].processes["kv"].address not in error.details()
     clusters[0].restart("kv")
     assert len(stream.done().tokens) == LONG
     assert stream.finish.session.saved, "the log was written anew"
