@@ -100,7 +100,7 @@ def _granularity(driver: Any) -> Any:
 
 
 def available() -> bool:
-    """Whether the driver's bindings are installed; PyTorch's CUDA builds bring them."""
+    """Whether the driver's bindings are installed (extra `gpus`)."""
     try:
         from cuda.bindings import driver  # noqa: F401
     except ImportError:
