@@ -158,7 +158,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = first_token(args.model, PREFIX, 2 if args.quick else 7)
     rows += first_token(args.model, PREFIX, 2 if args.quick else 5, "e2m0")
-    rows += per_token(args.model, 64, 10 if args.quick else 100)
+    rows += per_token(args.model, 128, 10 if args.quick else 110)
     if not args.quick:
         append(rows)
 

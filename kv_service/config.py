@@ -25,7 +25,7 @@ class KvConfig(AuthConfig):
         """Most memory for blocks in MiB, blocks on their way in included. Without --dir it is all that is held: when it is
         full, the ends of prefixes go first, and of those what is cheap to compute again for its size and was not used
         lately. With --dir it holds what is on its way to disk and what was used last. Beside it, the index takes some 1.2 KiB
-        for each block of 128 tokens, on disk or not: at most half of this, then blocks go.""",
+        for each block of 128 tokens, on disk or not: at most a quarter of this, then blocks go.""",
     )
     max_block_mb: int = setting(
         64,
@@ -87,7 +87,7 @@ class KvConfig(AuthConfig):
     def limits(self) -> Limits:
         """Budgets in bytes."""
         memory, disk = self.budget_mb * MIB, int(self.disk_gb * GIB) if self.dir else 0
-        return Limits(memory, disk, int((disk or memory) * self.tenant_share), memory // 2)
+        return Limits(memory, disk, int((disk or memory) * self.tenant_share), memory // 4)
 
     @property
     def max_block_bytes(self) -> int:
