@@ -37,9 +37,9 @@ class Case:
     hints: str
 
 
-def cases(share: str, hints: str) -> list[Case]:
+def cases(share: str, hints: str, formats: list[str]) -> list[Case]:
     found = []
-    for experts in ("stored", "int8", "int4"):
+    for experts in formats:
         found.append(Case(f"{experts}, resident", "100%", experts, "off"))
         found.append(Case(f"{experts}, {share}, no hints", share, experts, "off"))
         found.append(Case(f"{experts}, {share}, hints", share, experts, hints))
@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--share", default="50%", help="slots of the cases that are not resident (%(default)s)")
     parser.add_argument("--hints", default="plain", help="what hints are set to where there are any (%(default)s)")
+    parser.add_argument("--experts", nargs="+", default=["stored", "int8", "int4"], help="formats (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=96, help="of each stream and round (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="one stream, two short rounds")
@@ -138,7 +139,7 @@ def main() -> None:
     streams: tuple[int, ...] = (1,) if args.quick else (1, 4)
     if args.quick:
         args.rounds, args.tokens = 2, 24
-    arranged = cases(args.share, args.hints)
+    arranged = cases(args.share, args.hints, args.experts)
     found = measure(args, arranged, streams)
     check(arranged, streams, found)
     rows = []

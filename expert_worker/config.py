@@ -63,11 +63,12 @@ class ExpertConfig(ServiceConfig):
     )
     miss: str = setting(
         "wait",
-        """How a GPU's worker evaluates an expert that is in no slot. in-place: kernels read it from pinned host memory, at
-        about the speed of a copy, and which experts come into slots is decided and done by the GPU. wait: the host copies it
-        first. cpu: on the CPU, from host memory. auto: wait or cpu, whichever ends sooner by measured times. Answers of
-        in-place and wait repeat bit for bit; cpu forms sums in another order, so near-ties may fall either way. Without effect
-        on CPUs.""",
+        """How an expert that is in no slot is evaluated. wait: once the host has copied it into one. in-place: where it is. A
+        GPU's kernels read it from pinned host memory, at about the speed of a copy, and which experts come into slots is
+        decided and done by the GPU; a CPU makes no slots for experts as stored, since they would be copies in the same memory
+        (of no effect there with --experts int8 and int4, which slots hold unpacked). GPUs only: cpu: on the CPU, from host
+        memory; auto: wait or cpu, whichever ends sooner by measured times. Answers of wait and in-place repeat bit for bit;
+        cpu forms sums in another order, so near-ties may fall either way.""",
         choices=("in-place", "wait", "cpu", "auto"),
     )
     cache_dir: str = setting(

@@ -23,7 +23,7 @@ from expert_worker.slots import Slots, uses_of
 from expert_worker.visit import Visit
 from forefetch.errors import BadRequest, ForefetchError, Moved
 from forefetch.hints import ExpertHint
-from forefetch.kernels.grouped_mlp import Evaluator, Pairs, evaluation, prepare, takes_bfloat16
+from forefetch.kernels.grouped_mlp import Evaluator, Pairs, evaluation, takes_bfloat16
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat
 from forefetch.pairs import sort_pairs
 from forefetch.spec import ModelSpec
@@ -47,6 +47,10 @@ class Storage:
     miss: str = "wait"  # see --miss
     check_copies: bool = False  # compare each filled slot with host memory: slow, for debugging
     places: int = 0  # 0: what is held stays; else nothing is held at first, and up to so many experts come and go
+
+    def in_place(self, device: torch.device) -> bool:
+        """Whether experts are evaluated where they are: a CPU reads as stored what it would only copy from memory to memory."""
+        return self.miss == "in-place" and self.format is None and device.type == "cpu"
 
 
 class Experts:
@@ -81,10 +85,10 @@ class Experts:
         self.load = np.zeros(len(self.members), dtype=np.int64)  # pairs evaluated, by number
         total = storage.places or len(self.members)
         self.top_k = spec.top_k
-        self._device, count = device, min(storage.slots, total)
+        self._device, count = device, total if storage.in_place(device) else min(storage.slots, total)
         self._check = storage.check_copies
         self.pool = self._pool(count, spec, storage, self._slot_dtype(spec, checkpoint, storage, dtype))
-        prepare(self.pool.weights, dtype)
+        self.pool.prepare(dtype)
         self.host: Host | None = None
         self.residency: Residency | None = None
         self.shelf: Shelf | None = None

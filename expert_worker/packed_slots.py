@@ -41,6 +41,9 @@ class PackedPool(Pool):
         self.stride = blob_bytes(hidden, width, format)
         self.memory = torch.empty(slots, self.stride, dtype=torch.uint8, device=device)
 
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Nothing: kernels are compiled when they are first called."""
+
     def fill(self, slot: int, blob: Tensor, format: ExpertFormat) -> None:
         """Brings the bytes, in chunks, so that a demanded copy never waits long. On a GPU this only launches."""
         to = self.memory[slot]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from expert_worker.host import Host
-from forefetch.kernels.grouped_mlp import SlotWeights
+from forefetch.kernels.grouped_mlp import SlotWeights, prepare
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat, Kind, blob_bytes, unpack
 
 CHUNK = 2 * 2**20  # bytes of one copy to a GPU: short enough that a demand never waits long behind a prefetch
@@ -38,6 +38,10 @@ class Pool:
         self.weights = SlotWeights(w13, w2)
         self._elements = [row[: half + width * hidden] for row in elements.unbind()]  # of each slot; made once, they cost time
         self._staging: Tensor | None = None  # on a GPU: where a packed expert arrives before it is unpacked
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """What evaluates rows of `dtype` from these slots is ready when this returns."""
+        prepare(self.weights, dtype)
 
     def put(self, slot: int, w13: Tensor, w2: Tensor) -> None:
         """Fills a slot from matrices of any float type, on any device."""

@@ -67,7 +67,7 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
     )
     miss: str = setting(
         "wait",
-        """How the local worker on a GPU evaluates an expert that is in no slot, see the worker's --miss. With in-place, steps
+        """How the local worker evaluates an expert that is in no slot, see the worker's --miss. With in-place on a GPU, steps
         with fewer slots than experts are recorded as those with all are, and heads with them.""",
         choices=("in-place", "wait", "cpu", "auto"),
     )

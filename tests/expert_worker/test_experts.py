@@ -17,7 +17,7 @@ from expert_worker.pool import plain
 from expert_worker.residency import CopyFailed
 from forefetch.errors import BadRequest
 from forefetch.kernels.grouped_mlp import reference
-from forefetch.kernels.grouped_mlp.formats import blob_bytes
+from forefetch.kernels.grouped_mlp.formats import ExpertFormat, blob_bytes
 from forefetch.placement import shard_of
 from forefetch.spec import ModelSpec
 from forefetch.weights import Checkpoint, load_expert
@@ -161,6 +161,16 @@ def test_settings_make_a_core(checkpoint: Folder) -> None:
     assert seen == [(i + 1, total) for i in range(total)]
     one = blob_bytes(spec.hidden_size, spec.expert_width, plain(torch.float32))
     assert core.experts.weight_bytes == (total + total // 2) * one
+
+
+def test_in_place_a_cpu_makes_no_slots_for_what_is_stored(checkpoint: Folder) -> None:
+    folder, held = checkpoint("qwen3"), tuple(range(8))
+    few = experts_of(folder, held, slots=3, miss="in-place")
+    assert few.residency is None
+    assert few.host is None
+    call = a_call(ModelSpec.load(folder), held, few.members[0][0], 5, seed=1)
+    assert torch.equal(forward(few, call), forward(experts_of(folder, held), call))
+    assert experts_of(folder, held, slots=3, miss="in-place", format=ExpertFormat("int8")).residency is not None
 
 
 @pytest.mark.gpu

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from expert_worker import client as expert
+from expert_worker.config import ExpertConfig
+from expert_worker.core import Core
+from expert_worker.experts import Storage
 from expert_worker.in_place import InPlaceExperts
+from expert_worker.links import LocalLink
+from expert_worker.loading import Loader
 from expert_worker.packed import PackedExperts, packed_format
 from forefetch.hints import ExpertHint
 from forefetch.kernels import residency
@@ -144,6 +154,23 @@ def test_a_layer_at_work_keeps_its_experts() -> None:
     assert few.resident(1) in ([0], [1])
 
 
+CHOICES = [(24, "in-place", "PackedExperts"), (12, "in-place", "InPlaceExperts"), (12, "wait", "SlottedExperts")]
+
+
+@pytest.mark.parametrize(("slots", "miss", "kind"), CHOICES)
+def test_settings_choose_it_where_slots_are_fewer(slots: int, miss: str, kind: str) -> None:
+    """On a GPU; the loader's GPU half runs on a CPU just as well."""
+    model = {"model": f"synthetic:qwen3-30b-a3b,{SMALL}", "allow_synthetic": True, "device": "cpu", "experts": "int8"}
+    loader = Loader(ExpertConfig(**model, miss=miss))  # type: ignore[arg-type]
+    how = {"device": DEVICE, "dtype": torch.float32, "on_progress": lambda done, total: None}
+    experts = loader._on_gpu(loader.held(0), Storage(slots, max_rows=4, miss=miss), how)
+    assert type(experts).__name__ == kind
+    link = LocalLink(Core(replace(loader.info, device="cuda"), experts))
+    assert (expert.resident_of(link) is experts) == (kind != "SlottedExperts")
+        kind != "SlottedExperts"
+    )
+
+
 def test_heads_may_say_anything() -> None:
     _, few = make("float32", 4)
     experts = torch.tensor([[[0, 99, -5, 2], [0, 3, 3, 1]]], device=DEVICE)
@@ -218,3 +245,10 @@ def test_recorded_steps_while_experts_move(kind: str, rows: int) -> None:
     found = moving.few.verified(moving.few.counters.cpu())
     assert found.copied_bytes > 0
     assert min(found.hits, found.late + found.misses) > 0
+
+
+def test_layers_and_copies_in_two_processes() -> None:
+    """With the check of `active` left out, or an expert published before its last byte, this fails within 20 layers."""
+    script = Path(__file__).with_name("residency_race.py")
+    ended = subprocess.run([sys.executable, str(script), "40"], capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
