@@ -167,8 +167,6 @@ def test_settings_choose_it_where_slots_are_fewer(slots: int, miss: str, kind: s
     assert type(experts).__name__ == kind
     link = LocalLink(Core(replace(loader.info, device="cuda"), experts))
     assert (expert.resident_of(link) is experts) == (kind != "SlottedExperts")
-        kind != "SlottedExperts"
-    )
 
 
 def test_heads_may_say_anything() -> None:
