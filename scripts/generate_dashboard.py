@@ -160,6 +160,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             kind="heatmap",
         ),
         Panel(
+            "Experts moved",
+            "short",
+            "Loaded and unloaded a second by the planner's commands, over all planned workers.",
+            (("{{what}}", rate("forefetch_expert_moved_total", "what")),),
+        ),
+        Panel(
             "Compute",
             "percentunit",
             "Share of its time that a worker computes.",

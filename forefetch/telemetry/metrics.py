@@ -224,6 +224,10 @@ def _found(stats: expert_pb2.ExpertServiceGetStatsResponse) -> list[Value]:
     return [(("hit",), stats.hits), (("late",), stats.late), (("miss",), stats.misses), (("resident",), stats.resident)]
 
 
+def _moved(stats: expert_pb2.ExpertServiceGetStatsResponse) -> list[Value]:
+    return [(("loaded",), stats.experts_loaded), (("unloaded",), stats.experts_unloaded)]
+
+
 _ROUTER: tuple[Row[Any], ...] = (
     (names.REQUESTS, _ended),
     (names.RUNNING, lambda stats: stats.running),
@@ -274,6 +278,7 @@ _EXPERT: tuple[Row[Any], ...] = (
     (names.EXPERT_COPY, lambda stats: stats.copy_ns * 1e-9),
     (names.EXPERT_COPY_WAIT, lambda stats: stats.copy_wait_ns * 1e-9),
     (names.EXPERT_COPIES_FAILED, lambda stats: stats.copies_failed),
+    (names.EXPERT_MOVED, _moved),
     (names.EXPERT_HINTS, lambda stats: stats.hints),
     (names.EXPERT_HINTS_DROPPED, lambda stats: stats.hints_dropped),
     (names.EXPERT_ROUTERS, lambda stats: stats.routers),

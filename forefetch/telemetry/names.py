@@ -149,6 +149,7 @@ EXPERT_WASTED = Metric("forefetch_expert_wasted_bytes_total", "Bytes copied for 
 EXPERT_COPY = Metric("forefetch_expert_copy_seconds_total", "Time that copies took.")
 EXPERT_COPY_WAIT = Metric("forefetch_expert_copy_wait_seconds_total", "Time that calls waited for copies.")
 EXPERT_COPIES_FAILED = Metric("forefetch_expert_copies_failed_total", "Copies that failed.")
+EXPERT_MOVED = Metric("forefetch_expert_moved_total", "Experts loaded and unloaded by command of a planner.", ("what",))
 EXPERT_HINTS = Metric("forefetch_expert_hints_total", "Hints taken in.")
 EXPERT_HINTS_DROPPED = Metric("forefetch_expert_hints_dropped_total", "Hints that were stale or made no sense.")
 EXPERT_ROUTERS = Metric("forefetch_expert_routers", "Routers connected.")
