@@ -27,7 +27,8 @@ from router_service.admission import Admitted, SamplingParams
 from router_service.answer import Answer
 from router_service.cache import KvCache
 from router_service.captured import CapturedTrunk
-from router_service.engine import Delivery, Engine, Parts
+from router_service.engine import Delivery, Engine
+from router_service.flight import Parts
 from router_service.layouts import LayoutBuffers
 from router_service.pages import PagePool
 from router_service.recorder import Recorder

@@ -13,24 +13,15 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from time import monotonic, perf_counter_ns
+from time import monotonic
 from typing import Any
 
-from torch import Tensor
-
 from forefetch.errors import Draining, ForefetchError, LinkDown, Unavailable
-from forefetch.telemetry.ring import StepStamps, Timings
+from forefetch.telemetry.ring import Timings
 from router_service.answer import Answer, FinishOut, TokenOut
-from router_service.batch import StepBuffers
-from router_service.dispatch import Dispatch
-from router_service.flight import Flight
-from router_service.hints import Hints
-from router_service.kv import KvSide
-from router_service.recorder import Recorder
-from router_service.sampling import Choice, Sampled, choose
-from router_service.scheduler import Chunk, Plan, Request, Scheduler
-from router_service.trunk import Model
-from router_service.workers import Workers
+from router_service.flight import Flight, Parts, launch
+from router_service.sampling import Sampled
+from router_service.scheduler import Plan, Request
 
 log = logging.getLogger("forefetch.router")
 
@@ -39,20 +30,6 @@ Delivery = tuple[Any, Event]  # the sink of a request, and what happened
 IDLE_WAIT_S = 0.5  # idle: how long until deadlines of waiting requests are looked at again
 BAD_LOGITS = "the model produced no usable logits for this request"
 STALL_WAIT_S = 0.02  # a worker is missing: how long until the table is looked at again
-
-
-@dataclass
-class Parts:
-    """What the engine drives."""
-
-    trunk: Model
-    buffers: StepBuffers
-    dispatch: Dispatch
-    workers: Workers
-    scheduler: Scheduler
-    recorder: Recorder
-    kv: KvSide | None = None
-    hints: Hints | None = None
 
 
 @dataclass
@@ -210,7 +187,7 @@ class Engine:
         """Starts a step. False when a worker was lost: nothing has changed then, the next plan holds the same tokens again."""
         stamps = self.parts.recorder.begin(self._step)
         try:
-            flight = self._started(plan, stamps)
+            flight = launch(self.parts, self._step, plan, stamps)
         except LinkDown:
             self._broken += 1
             for chunk in plan.chunks:
@@ -221,30 +198,6 @@ class Engine:
         self._flights.append(flight)
         self._step += 1
         return True
-
-    def _started(self, plan: Plan, stamps: StepStamps) -> Flight:
-        """The step under way: its logits, and the tokens that they choose, or on a GPU the promise of both."""
-        trunk = self.parts.trunk
-        batch = self.parts.buffers.fill(self._step, plan, self.parts.recorder.trace_of(plan))
-        observer = self.parts.hints.begin(batch, stamps) if self.parts.hints else None
-        began = perf_counter_ns()
-        self.parts.dispatch.begin()
-        logits = trunk.forward(batch, self.parts.dispatch, stamps, observer)
-        self.parts.dispatch.commit()
-        forwarded, ahead = perf_counter_ns(), trunk.ahead and observer is None
-        choice = self._choice(logits, plan.choosing, ahead)
-        return Flight(self._step, plan, batch, stamps, choice, began, forwarded, ahead)
-
-    def _choice(self, logits: Tensor, choosing: tuple[Chunk, ...], ahead: bool) -> Choice | None:
-        """One token per chunk, left where the next step will look for it too. Never None for a step that runs ahead: it is what
-        is waited for before the memory that the step was staged in is written again."""
-        if not choosing and not ahead:
-            return None
-        params = [chunk.request.admitted.sampling for chunk in choosing]
-        choice = choose(logits, params, [chunk.end for chunk in choosing], keep=ahead)
-        if ahead:
-            self.parts.buffers.chosen[: len(choosing)].copy_(choice.ids)
-        return choice
 
     def _land(self, flight: Flight) -> None:
         """Reads a step's tokens and hands them out."""

@@ -1,15 +1,36 @@
-"""A step that was launched: what has to be known of it until its tokens are read, which may be one step later."""
+"""How a step is launched, and what has to be known of it until its tokens are read, which may be one step later."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 
+from torch import Tensor
+
 from forefetch.telemetry.ring import StepStamps
-from router_service.batch import StepBatch
-from router_service.sampling import Choice, Sampled
-from router_service.scheduler import Plan, Request
-from router_service.trunk import Cache
+from router_service.batch import StepBatch, StepBuffers
+from router_service.dispatch import Dispatch
+from router_service.hints import Hints
+from router_service.kv import KvSide
+from router_service.recorder import Recorder
+from router_service.sampling import Choice, Sampled, choose
+from router_service.scheduler import Chunk, Plan, Request, Scheduler
+from router_service.trunk import Cache, Model
+from router_service.workers import Workers
+
+
+@dataclass
+class Parts:
+    """What the engine drives."""
+
+    trunk: Model
+    buffers: StepBuffers
+    dispatch: Dispatch
+    workers: Workers
+    scheduler: Scheduler
+    recorder: Recorder
+    kv: KvSide | None = None
+    hints: Hints | None = None
 
 
 @dataclass
@@ -46,3 +67,31 @@ class Flight:
         began = max(self.began_ns, landed_ns)
         self.stamps.begins(began)
         return began, max(self.forwarded_ns, began), perf_counter_ns()
+
+
+def launch(parts: Parts, step: int, plan: Plan, stamps: StepStamps) -> Flight:
+    """The step under way: its logits, and the tokens that they choose, or on a GPU the promise of both.
+
+    LinkDown when a worker is lost: then nothing has changed."""
+    trunk = parts.trunk
+    batch = parts.buffers.fill(step, plan, parts.recorder.trace_of(plan))
+    observer = parts.hints.begin(batch, stamps) if parts.hints else None
+    began = perf_counter_ns()
+    parts.dispatch.begin()
+    logits = trunk.forward(batch, parts.dispatch, stamps, observer)
+    parts.dispatch.commit()
+    forwarded, ahead = perf_counter_ns(), trunk.ahead and observer is None
+    choice = _choice(parts.buffers, logits, plan.choosing, ahead)
+    return Flight(step, plan, batch, stamps, choice, began, forwarded, ahead)
+
+
+def _choice(buffers: StepBuffers, logits: Tensor, choosing: tuple[Chunk, ...], ahead: bool) -> Choice | None:
+    """One token per chunk, left where the next step will look for it too. Never None for a step that runs ahead: it is what is
+    waited for before the memory that the step was staged in is written again."""
+    if not choosing and not ahead:
+        return None
+    params = [chunk.request.admitted.sampling for chunk in choosing]
+    choice = choose(logits, params, [chunk.end for chunk in choosing], keep=ahead)
+    if ahead:
+        buffers.chosen[: len(choosing)].copy_(choice.ids)
+    return choice

@@ -22,7 +22,8 @@ from forefetch.telemetry.spans import Exporter
 from router_service.admission import Admitted, SamplingParams
 from router_service.answer import Answer, FinishOut, TokenOut
 from router_service.batch import StepBatch, StepBuffers
-from router_service.engine import Delivery, Engine, Parts
+from router_service.engine import Delivery, Engine
+from router_service.flight import Parts
 from router_service.pages import PagePool
 from router_service.recorder import Recorder
 from router_service.scheduler import Request, Scheduler
