@@ -126,8 +126,8 @@ class Core:
                 copy_ns, verified = self.experts.forward(call, out, source)
             compute_ns = perf_counter_ns() - began - copy_ns
             self.calls += 1
-            self.rows += len(call.x)
-            self.pairs += len(call.pair_row)
+            self.rows += call.x.shape[0]
+            self.pairs += call.pair_row.shape[0]
             self.compute_ns += compute_ns
             self.copy_wait_ns += copy_ns
             self.verified = Verified(*map(add, self.verified, verified))
@@ -147,7 +147,7 @@ class Core:
         """Reads a request frame of `size` bytes, writes its reply or error frame, returns that one's bytes. Raises nothing."""
         try:
             call = wire.decode_request(request, size, self._shape)
-            out = wire.reply_rows(reply, len(call.x), self.info.hidden_size, self.info.dtype)
+            out = wire.reply_rows(reply, *call.x.shape, call.x.dtype)
             return wire.encode_reply(reply, call, *self.forward(call, out, source))
         except ForefetchError as error:
             return self.refuse(request, size, reply, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,7 @@ class FrameBuffer:
     def __init__(self, room: memoryview) -> None:
         """room: HEADROOM bytes, then the frame; should begin on a cache line."""
         self._room, self.memory = room, room[HEADROOM:]
+        self._size = len(self.memory)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(room)) + HEADROOM
         self._sections: dict[tuple[int, int, int, torch.dtype], Sections] = {}
 
@@ -60,12 +62,12 @@ class FrameBuffer:
         return FrameBuffer(torch.empty(HEADROOM + size, dtype=torch.uint8).numpy().data)
 
     def __len__(self) -> int:
-        return len(self.memory)
+        return self._size
 
     def write(self, offset: int, size: int, tensor: Tensor) -> None:
         """Copies a tensor's elements (`size` bytes) to `offset`, in order, from any device. ValueError if they do not fit."""
-        if tensor.nbytes != size or offset + size > len(self.memory):
-            raise ValueError(f"{tensor.nbytes} bytes do not fit into {size} bytes at {offset} of {len(self.memory)}")
+        if tensor.nbytes != size or offset + size > self._size:
+            raise ValueError(f"{tensor.nbytes} bytes do not fit into {size} bytes at {offset} of {self._size}")
         if not tensor.is_cpu or not tensor.is_contiguous():
             tensor = tensor.to("cpu").contiguous()
         _memmove(self._address + offset, tensor.data_ptr(), size)
@@ -97,12 +99,7 @@ class FrameBuffer:
         Protobuf's own classes would copy the frame twice on each side; a message of one `bytes` field is a tag, a length and
         the bytes.
         """
-        length, head = size, bytearray(b"\x0a")  # field 1, length-delimited
-        while length > 0x7F:
-            head.append(length & 0x7F | 0x80)
-            length >>= 7
-        head.append(length)
-        start = HEADROOM - len(head)
+        start, head = _heads(size)
         self._room[start:HEADROOM] = head
         return bytes(self._room[start : HEADROOM + size])
 
@@ -112,10 +109,22 @@ class FrameBuffer:
         It is copied, since a message is neither aligned nor writable.
         """
         frame = _payload(message)
-        if len(frame) > len(self.memory):
-            raise BadRequest("frame", f"{len(frame)} bytes exceed the limit of {len(self.memory)}")
-        self.memory[: len(frame)] = frame
-        return len(frame)
+        size = len(frame)
+        if size > self._size:
+            raise BadRequest("frame", f"{size} bytes exceed the limit of {self._size}")
+        self.memory[:size] = frame
+        return size
+
+
+@lru_cache(_KEPT)
+def _heads(size: int) -> tuple[int, bytes]:
+    """Where the head of a message with a frame of `size` bytes begins, and the head: field 1, length-delimited."""
+    length, head = size, bytearray(b"\x0a")
+    while length > 0x7F:
+        head.append(length & 0x7F | 0x80)
+        length >>= 7
+    head.append(length)
+    return HEADROOM - len(head), bytes(head)
 
 
 def _payload(message: bytes) -> memoryview:

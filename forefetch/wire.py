@@ -99,15 +99,15 @@ def reply_bytes(rows: int, hidden: int, dtype: torch.dtype) -> int:
 
 def encode_request(frame: FrameBuffer, call: LayerCall) -> int:
     """Writes `call` and returns the frame's bytes. x may live on any device. BadRequest if it does not fit."""
-    rows, hidden = call.x.shape
-    pairs, dtype = len(call.pair_row), call.x.dtype
+    x = call.x
+    (rows, hidden), dtype, pairs = x.shape, x.dtype, call.pair_row.shape[0]
     row, expert, weight, size = offsets(rows, hidden, pairs, dtype.itemsize)
     if size > len(frame):
         raise BadRequest("rows", f"a frame of {rows} rows and {pairs} pairs takes {size} bytes; the link holds {len(frame)}")
     sizes = rows, hidden, pairs, 0, 0, 0, 0, size - HEADER_BYTES
     trace = call.trace or _UNTRACED
     HEADER.pack_into(frame.memory, 0, MAGIC, REQUEST, DTYPES[dtype], call.step, call.layer, *sizes, trace)
-    frame.write(HEADER_BYTES, rows * hidden * dtype.itemsize, call.x)
+    frame.write(HEADER_BYTES, rows * hidden * dtype.itemsize, x)
     frame.write(row, 4 * pairs, call.pair_row)
     frame.write(expert, 4 * pairs, call.pair_expert)
     frame.write(weight, 4 * pairs, call.pair_weight)

@@ -65,7 +65,8 @@ class Flight:
     def times(self, landed_ns: int) -> tuple[int, int, int]:
         """(began, forwarded, ended) of a step that was just read; its own time begins when the step before had landed."""
         began = max(self.began_ns, landed_ns)
-        self.stamps.begins(began)
+        if self.ahead:  # others have stamped their layers already, counted from where the step was begun
+            self.stamps.begins(began)
         return began, max(self.forwarded_ns, began), perf_counter_ns()
 
 

@@ -40,7 +40,9 @@ def model(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterCo
         return trunk
     experts = expert.whole_of(workers.rows[0].link) if len(workers.rows) == 1 else None
     fast = CompiledTrunk(trunk, config.max_batch, workers, Local(workers.rows[0], experts) if experts else None)
-    fast.warm_up(observed=config.hints not in {"auto", "off"})
+    with rpc.loading("compiled kernels") as on_progress:
+        fast.warm_up(observed=config.hints not in {"auto", "off"})
+        on_progress(1, 1)
     return fast
 
 
