@@ -147,7 +147,8 @@ class Core:
         """Reads a request frame of `size` bytes, writes its reply or error frame, returns that one's bytes. Raises nothing."""
         try:
             call = wire.decode_request(request, size, self._shape)
-            out = wire.reply_rows(reply, *call.x.shape, call.x.dtype)
+            rows, hidden = call.x.shape
+            out = wire.reply_rows(reply, rows, hidden, call.x.dtype)
             return wire.encode_reply(reply, call, *self.forward(call, out, source))
         except ForefetchError as error:
             return self.refuse(request, size, reply, error)
