@@ -49,7 +49,7 @@ class Fleet:
         process = Process(name, module, flags, {**os.environ, "OMP_NUM_THREADS": "1"})
         self.processes[name] = process
         process.spawn()
-        process.wait_ready(60)
+        process.wait_ready(90)
         return process
 
     def end(self, name: str) -> None:

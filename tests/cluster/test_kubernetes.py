@@ -120,7 +120,7 @@ def test_the_api_server_freezes_and_a_worker_is_killed(fleet: Fleet, expected: l
     load.streams[0].wait_for(20)
     worker = fleet.kill("w1")
     worker.spawn()  # on its old port, with nothing
-    worker.wait_ready(60)
+    worker.wait_ready(90)
     until(lambda: fleet.held("w1") >= held, 40, 0.2)
     until(lambda: serves(router, 2), 20)
     fleet.kubernetes.frozen.clear()
