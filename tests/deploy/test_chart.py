@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -160,6 +161,15 @@ def test_notes_tell_a_call_that_the_command_takes(example: str) -> None:
     for call in calls:
         cli.parser().parse_args(call)
     assert ("tls-ca" in notes) == ("token-file" in notes) == (example == "three-nodes")
+
+
+def test_notes_name_objects_that_exist(example: str, objects: list[Manifest]) -> None:
+    notes = next(text for path, text in render(values_of(example)).items() if path.endswith("NOTES.txt"))
+    named = re.findall(r"(deployment|service|statefulset)/([\w-]+)", notes)
+    assert len(named) >= 2
+    made = {(thing["kind"].lower(), thing["metadata"]["name"]) for thing in objects}
+    assert set(named) <= made
+    assert ("scale" in notes) == (example == "planned")
 
 
 def test_helm_test_calls_what_the_command_takes(objects: list[Manifest]) -> None:
