@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from reference_model import CASES, Oracle
 
 from forefetch.errors import Cancelled, DeadlineExceeded, ForefetchError, LinkDown
 from forefetch.kernels.kv_codec import KvFormat
@@ -18,7 +21,7 @@ from router_service import sampling
 from router_service.admission import Admitted, SamplingParams
 from router_service.answer import Answer, FinishOut, TokenOut
 from router_service.scheduler import Plan, Request
-from tests.router_service.test_captured import Spy
+from tests.router_service.test_captured import CapturedRig, Spy
 from tests.router_service.test_captured_sealed import LANES, ON_GPU
 from tests.router_service.test_captured_sealed import Rig as SealedRig
 from tests.router_service.test_engine import PAGE, Rig, make_rig
@@ -183,6 +186,15 @@ def test_blocks_are_offered_once_in_order_and_with_their_tokens(ahead: bool) -> 
     assert kv.blocks[request] == [0, 1, 2, 3, 4]
 
 
+def put(rig: Rig, name: str, ids: tuple[int, ...], count: int, params: SamplingParams, stop: int = -1) -> None:
+    """Submits a request for `count` tokens."""
+    admitted = Admitted(ids, count, False, params, (), frozenset({stop}), name)
+    request = Request(len(rig.events), name, ids, admitted, arrival=0.0)
+    rig.events[name], rig.ended[name] = [], threading.Event()
+    rig.engine.parts.recorder.arrive(request, None, names.TEXT_COMPLETION)
+    rig.engine.submit(Answer(request, None), name)
+
+
 def drawn(rig: Rig, seed: int) -> dict[str, tuple[list[int], list[Any]]]:
     """Random requests, many of whose draws are settled late; some are cancelled or reach a stop token."""
     draw, answers = random.Random(seed), dict[str, tuple[list[int], list[Any]]]()
@@ -193,12 +205,8 @@ def drawn(rig: Rig, seed: int) -> dict[str, tuple[list[int], list[Any]]]:
             top_logprobs=draw.choice([None, 2]),
             seed=draw.getrandbits(60),
         )
-        name, ids = f"r{n}", tuple(range(draw.randrange(1, 12)))
-        admitted = Admitted(ids, draw.randrange(2, 14), False, params, (), frozenset({draw.randrange(50)}), name)
-        request = Request(n, name, ids, admitted, arrival=0.0)
-        rig.events[name], rig.ended[name] = [], threading.Event()
-        rig.engine.parts.recorder.arrive(request, None, names.TEXT_COMPLETION)
-        rig.engine.submit(Answer(request, None), name)
+        ids = tuple(range(draw.randrange(1, 12)))
+        put(rig, f"r{n}", ids, draw.randrange(2, 14), params, stop=draw.randrange(50))
         for _ in range(draw.randrange(4)):
             rig.engine.step()
     run(rig)
@@ -242,15 +250,11 @@ class SealedEngine(SealedRig):
 
     def answers(self, seed: int) -> list[list[int]]:
         """Six requests over four lanes, some cancelled or stopped while pages are sealed under way."""
-        draw, requests = random.Random(seed), list[Request]()
+        draw = random.Random(seed)
         for n in range(6):
             ids = tuple(draw.randrange(96) for _ in range(draw.choice([1, 20, 29, 64, 70])))
             params = SamplingParams(temperature=draw.choice([0.0, 0.8]), seed=draw.getrandbits(60))
-            admitted = Admitted(ids, draw.randrange(20, 70), False, params, (), frozenset({draw.randrange(96)}), "r")
-            requests.append(Request(n, f"r{n}", ids, admitted, arrival=0.0))
-            self.rig.events[f"r{n}"], self.rig.ended[f"r{n}"] = [], threading.Event()
-            self.rig.engine.parts.recorder.arrive(requests[-1], None, names.TEXT_COMPLETION)
-            self.rig.engine.submit(Answer(requests[-1], None), f"r{n}")
+            put(self.rig, f"r{n}", ids, draw.randrange(20, 70), params, stop=draw.randrange(96))
         run_long(self.rig)
         return [told(self.rig, f"r{n}") for n in range(6)]
 
@@ -275,3 +279,22 @@ def test_answers_over_pages_sealed_in_flight_are_those_of_steps_in_turn(
         assert len(engine.scheduler._lanes) == LANES
     assert answers[0] == answers[1]
     assert max(map(len, answers[0])) > 32
+
+
+@pytest.mark.parametrize("on", ["cpu", ON_GPU])
+def test_recorded_chunks_in_flight_follow_the_oracle(
+    on: str, checkpoint: Callable[[str], Path], oracle: Callable[[str], Oracle]
+) -> None:
+    """Prompts in many chunks, most of which choose nothing, beside rows whose tokens are passed on the device."""
+    recorded, rig = CapturedRig(checkpoint("qwen3"), Spy() if on == "cpu" else None, on), make_rig(ahead=True)
+    parts = rig.engine.parts
+    parts.trunk, parts.buffers, parts.scheduler = recorded.trunk, recorded.buffers, recorded.scheduler
+    parts.recorder.ring, recorded.scheduler.max_step_tokens = recorded.ring, 9
+    prompt = CASES["qwen3"].prompt
+    prompts = [prompt[:7], prompt, prompt[: len(prompt) // 2], prompt[:1]]
+    for n, ids in enumerate(prompts):
+        put(rig, f"r{n}", tuple(ids), 8 + n, SamplingParams())
+    run(rig)
+    for n, ids in enumerate(prompts):
+        assert told(rig, f"r{n}") == oracle("qwen3").greedy(ids, 8 + n)
+    assert recorded.scheduler.pool.used == 0
