@@ -121,16 +121,20 @@ def page_of(tokens: tuple[int, ...]) -> bytes:
 
 @dataclass
 class FakeLanes:
-    """Rows of the cache behind blocks: a row is its token, four bytes."""
+    """Rows of the cache behind blocks: a row is its token, four bytes. `committed`: positions of a lane, if a test says so; its
+    tail begins accordingly, and only what is committed may be read."""
 
     recent: int
     lanes: dict[int, list[int]] = field(default_factory=dict)
     written: tuple[int, int, list[int]] | None = None
+    committed: dict[int, int] = field(default_factory=dict)
 
     def tail_start(self, computed: int, loaded: int) -> int:
         return max(max(0, computed - self.recent) // PAGE, loaded) * PAGE
 
     def read_tail(self, pages: Any, lane: int, start: int, end: int) -> torch.Tensor:
+        if (committed := self.committed.get(lane)) is not None:
+            assert (start, end <= committed) == (self.tail_start(committed, 0), True)
         return torch.tensor(self.lanes[lane][start:end], dtype=torch.int32).view(torch.uint8)
 
     def write_tail(self, pages: Any, lane: int, start: int, end: int, data: bytes) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_rigs import PAGE, Rig, tokens, until
+from kv_rigs import PAGE, Rig, page_of, tokens, until
 
 from forefetch.errors import Unavailable
 from forefetch.process import Process
@@ -21,7 +21,7 @@ from router_service.live import Snapshot
 from router_service.naming import rows_key
 from router_service.pages import PagePool
 from router_service.rows import Rows
-from router_service.scheduler import Request, Scheduler
+from router_service.scheduler import Plan, Request, Scheduler
 
 RECENT = 3
 
@@ -59,17 +59,11 @@ def compute(rig: Rig, request: Any) -> None:
         end = chunk.start + chunk.count
         rig.cache.lanes[request.lane] = list(request.tokens)
         for block in range(before // PAGE, end // PAGE):
-            rig.memory[request.pages[block]] = page(request.prompt[: (block + 1) * PAGE])
+            rig.memory[request.pages[block]] = page_of(request.prompt[: (block + 1) * PAGE])
         landed = rig.scheduler.commit(plan, [1] if end == request_tokens else [])
         rig.kv.computed(plan, 1)
         for sealed, first, behind in landed:
             rig.kv.sealed(sealed, first, behind, None)
-
-
-def page(prefix: Any) -> bytes:
-    from kv_rigs import page_of
-
-    return page_of(tuple(prefix))
 
 
 @pytest.mark.parametrize("count", range(2 * PAGE, 4 * PAGE + 1))
@@ -88,6 +82,55 @@ def test_a_prefix_comes_with_its_rows(
     assert again.loaded_blocks == start // PAGE
     status = rig.kv.status()
     assert (status.rows_loaded, status.rows_dropped, dict(status.prefix_misses)["absent"]) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("answer", range(1, 8))
+@pytest.mark.parametrize("committed", [True, False])
+@pytest.mark.parametrize("recent", [1, RECENT, PAGE + 1])
+def test_rows_are_right_while_a_later_step_is_under_way(
+    answer: int, committed: bool, recent: int, services: list[str], make: Callable[..., Rig]
+) -> None:
+    """The engine launches a step before it reads the one before. A request ends before or after the later one is committed."""
+    rig = make(services[:1], recent=recent)
+    request = rig.admit(tokens(2 * PAGE + 1, seed=7))
+    rig.loaded(request)
+    flights: list[Plan] = []
+
+    def commit() -> None:
+        for plan in flights:
+            rig.cache.committed[request.lane] = plan.chunks[0].end
+
+    def land(plan: Plan) -> None:
+        sealed = rig.scheduler.land(plan, [500 + len(request.tokens)] if plan.choosing else [])
+        rig.cache.lanes[request.lane] = list(request.tokens)
+        rig.kv.computed(plan, 1)
+        for of, first, behind in sealed:
+            for block in range(first, behind):
+                rig.memory[of.pages[block]] = page_of(tuple(of.tokens[: (block + 1) * PAGE]))
+            rig.kv.sealed(of, first, behind, None)
+
+    while request.generated < answer:
+        commit()
+        plan = rig.scheduler.plan()
+        assert plan is not None
+        rig.scheduler.advance(plan)
+        flights.append(plan)
+        if len(flights) > 1:
+            land(flights.pop(0))
+    if committed:
+        commit()
+    pages, conversation = request.pages, list(request.tokens)
+    rig.end(request)
+    assert pages
+    until(lambda: not rig.kv.status().blocks_waiting)
+    rig.scheduler.land(flights.pop(), [1], {request})
+    rig.cache.committed.clear()
+    following = rig.admit([*conversation, 9])
+    until(lambda: rig.settle() or not following.loading)
+    assert following.cached in (2 * PAGE, (len(conversation) - 1) // PAGE * PAGE)
+    assert rig.cache.written is not None
+    start, end, rows = rig.cache.written
+    assert (start, end, rows) == (rig.cache.tail_start(end, 0), following.cached, conversation[start:end])
 
 
 def test_without_rows_nothing_is_taken_and_rows_are_left_where_prompts_part(
