@@ -35,6 +35,7 @@ class Case:
     slots: str
     experts: str
     hints: str
+    miss: str = "wait"
 
 
 def cases(share: str, hints: str, formats: list[str]) -> list[Case]:
@@ -43,6 +44,8 @@ def cases(share: str, hints: str, formats: list[str]) -> list[Case]:
         found.append(Case(f"{experts}, resident", "100%", experts, "off"))
         found.append(Case(f"{experts}, {share}, no hints", share, experts, "off"))
         found.append(Case(f"{experts}, {share}, hints", share, experts, hints))
+        if experts == "stored":
+            found.append(Case(f"{experts}, {share}, in place", share, experts, "off", "in-place"))
     return found
 
 
@@ -85,6 +88,7 @@ def start(stack: ExitStack, case: Case, args: argparse.Namespace) -> Cluster:
         "link": args.link,
         "slots": case.slots,
         "experts": case.experts,
+        "miss": case.miss,
     }
     config = ClusterConfig(**settings, port=0, kv=False, device=args.device)
     return stack.enter_context(Cluster.start(config, extra=Extra(router=(f"--hints={case.hints}",))))

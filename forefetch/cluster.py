@@ -138,7 +138,7 @@ class Cluster:
         if self.config.inherit:
             return [*place, *self._extra.worker]
         shards = [f"--shard={shard}", f"--shards={self.config.workers}", f"--slots={self.config.slots}"]
-        shards += [f"--experts={self.config.experts}", f"--placement={self.config.placement}"]
+        shards += [f"--miss={self.config.miss}", f"--experts={self.config.experts}", f"--placement={self.config.placement}"]
         shards += ["--placed"] if self.config.planned else []
         return [*self._model_flags(shard + 1), *shards, *self._extra.worker]
 
@@ -162,7 +162,7 @@ class Cluster:
             flags.append(f"--kv={self.processes['kv'].address}")
         if config.metrics_port:
             flags.append(f"--metrics-listen=127.0.0.1:{config.metrics_port}")
-        flags.append(f"--slots={config.slots}" if config.link == "local" else f"--link={config.link}")
+        flags += [f"--slots={config.slots}", f"--miss={config.miss}"] if config.link == "local" else [f"--link={config.link}"]
         return [*self._model_flags(0), *flags, *self._extra.router]
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:

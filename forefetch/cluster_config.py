@@ -53,6 +53,12 @@ class ClusterConfig(Config):
         """Experts that each worker keeps on its device at once: a count, or a percentage of those it holds. Others wait in host
         memory and are copied when they are needed.""",
     )
+    miss: str = setting(
+        "wait",
+        """How a worker evaluates an expert that is in no slot: once it was copied (wait), where it is (in-place), or on a
+        GPU's host (cpu, auto); `python -m expert_worker --help` says more.""",
+        choices=("wait", "in-place", "cpu", "auto"),
+    )
     placement: str = setting(
         "", "Placement file that `forefetch place` made: which worker holds which experts. Unset: equal parts."
     )

@@ -97,12 +97,12 @@ def test_starts_everything_and_stops_it(config: ClusterConfig) -> None:
 
 
 def test_link_local_is_a_router_alone(config: ClusterConfig) -> None:
-    alone = ClusterConfig(model=config.model, port=0, link="local", kv=False, slots="50%", metrics_port=9)
+    alone = ClusterConfig(model=config.model, port=0, link="local", kv=False, slots="50%", miss="in-place", metrics_port=9)
     with Cluster.start(alone) as cluster:
         assert list(cluster.processes) == ["router"]
         line = loading_line(cluster.processes["router"])
         assert "--workers=local" in line
-        assert "--slots=50%" in line
+        assert "--slots=50% --miss=in-place" in line
         assert "--metrics-listen=127.0.0.1:9" in line
 
 
