@@ -2,10 +2,10 @@
 
     python -m benchmarks.decode_slots [--kv e2m0] [--batch 1 4 16] [--slots 50] [--recall 0 95 100] [--context 4096] [--record]
 
-As benchmarks.decode (buffers, captured decoder, sampling, one synchronisation per token; Qwen3-30B-A3B shapes, int4 experts),
-but which experts a token chooses and what hints say of them is drawn (drawn_routing.py), so that recall is a parameter. All
-experts resident, with the same choices, is measured in the same run. The heads' own time is not in it; hints are noted,
-picked and copied in the step.
+As benchmarks.decode (the engine; Qwen3-30B-A3B shapes, int4 experts), but which experts a token chooses and what hints say of
+them is drawn (drawn_routing.py) and brought to the device before each step, so that recall is a parameter. So a step is read
+before the next is launched, and timed from its launch to its tokens. All experts resident, with the same choices, is measured in
+the same run. The heads' own time is not in it; hints are noted, picked and copied in the step.
 """
 
 from __future__ import annotations
@@ -15,34 +15,26 @@ from typing import Any
 
 import torch
 
-from benchmarks.decode import PAGE, Rig, steps
+from benchmarks.decode import Case, pages_of
+from benchmarks.decode_rig import Rig
 from benchmarks.drawn_routing import Drawn, FewSlots, all_resident, blobs_of, few_slots, routing
 from benchmarks.results import Row, append
 from forefetch.kernels.residency import COUNTERS
-from forefetch.synthetic import open_model
-from router_service.trunk import Trunk
 
 WARM = 16
 
 
-class SlotRig(Rig):
-    """A Rig whose experts are set case by case."""
-
-    def __post_init__(self) -> None:
-        device = torch.device("cuda")
-        self.spec, checkpoint = open_model(self.model, allow_synthetic=True)
-        self.pages = 1 + self.tokens // PAGE + self.max_batch
-        self.trunk = Trunk(self.spec, checkpoint, self._cache(device), dtype=torch.bfloat16, device=device)
-
-
-def measure(rig: SlotRig, experts: Any, drawn: Drawn, recall: float, count: int, batch: int) -> list[float]:
+def measure(rig: Rig, experts: Any, drawn: Drawn, recall: float, count: int, batch: int, context: int) -> list[float]:
     """Milliseconds of each step after WARM, sorted."""
-    rig.resident = experts
-    times, spent = steps(rig, batch, rig.context, count + WARM), []
+    rig.experts, spent = experts, list[float]()
+    engine = rig.engine(batch, context, count + WARM + 4, ahead=False, sink=[])
     for step in range(count + WARM):
         drawn.load(step, recall)
         torch.cuda.synchronize()
-        spent.append(1e3 * next(times))
+        engine.step()
+        record = engine.parts.recorder.ring.read(step)
+        assert record is not None
+        spent.append(record.timings.total_ns / 1e6)
         if step == WARM - 1 and isinstance(experts, FewSlots):
             experts.state.counters.zero_()
     return sorted(spent[WARM:])
@@ -62,7 +54,8 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="add rows to results.csv")
     args = parser.parse_args()
     most, rows = max(args.batch), list[Row]()
-    rig = SlotRig(args.model, args.experts, args.kv, most, args.context, most * args.context)
+    rig = Rig(args.model)
+    rig.put_cache(args.kv, pages_of(Case(args.experts, args.kv, most, args.context), args.steps + WARM), most)
     spec, device, dtype = rig.spec, torch.device("cuda"), torch.bfloat16
     format, blobs = blobs_of(spec, args.experts, dtype, device)
     for batch in args.batch:
@@ -76,7 +69,7 @@ def main() -> None:
         base = 0.0
         for name, experts, recalls in cases:
             for recall in recalls:
-                spent = measure(rig, experts, drawn, recall / 100, args.steps, batch)
+                spent = measure(rig, experts, drawn, recall / 100, args.steps, batch, args.context)
                 p50, p99 = spent[len(spent) // 2], spent[int(0.99 * (len(spent) - 1))]
                 base, line = base or p50, ""
                 case = f"{args.model} {args.experts} experts, {args.kv} KV, batch {batch}, context {args.context}, {name}"
