@@ -23,7 +23,7 @@ from forefetch.hints import FIRST, REFINED, ExpertHint
 from forefetch.telemetry.ring import StepStamps, Timings
 from router_service.batch import StepBatch
 from router_service.dispatch import Dispatch
-from router_service.forecast import Floats, Ints, Pace, Trial, chances, looked_at, shortlist
+from router_service.forecast import Floats, Ints, Pace, Trial, likeliest, looked_at
 from router_service.lookahead.heads import Hint
 from router_service.trunk import Attend
 
@@ -241,10 +241,10 @@ class Hints:
         sure: npt.NDArray[np.float32],
     ) -> None:
         """experts and probabilities [D, T, M] of D targets."""
-        for kind, target, chance in zip(kinds, targets, chances(experts, sure, self._experts), strict=False):
-            names = shortlist(chance)
-            step.due.setdefault(target, {})[kind] = names
-            self._send(step.batch.step, source, target, REFINED if kind == AGAIN else FIRST, names, chance[names])
+        for kind, target, names, probabilities in zip(kinds, targets, experts, sure, strict=False):
+            likely = likeliest(names, probabilities, self._experts)
+            step.due.setdefault(target, {})[kind] = likely[0]
+            self._send(step.batch.step, source, target, REFINED if kind == AGAIN else FIRST, *likely)
 
     def _send(self, step: int, source: int, target: int, phase: int, names: Ints, likely: Floats) -> None:
         """One hint to each worker that some row's pair with one of the named experts may go to."""

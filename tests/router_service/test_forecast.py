@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from router_service.forecast import FLOOR, Pace, Trial, chances, looked_at, shortlist
+from router_service.forecast import FLOOR, Pace, Trial, chances, likeliest, looked_at, shortlist
 
 EXPERTS = 12
 
@@ -20,15 +20,6 @@ def test_chances_are_those_of_at_least_one_row() -> None:
     expected = np.zeros(EXPERTS)
     expected[[0, 3, 5]] = 1.0, 0.75, 0.2
     np.testing.assert_allclose(found, expected, atol=1e-8)
-
-
-def test_targets_do_not_see_one_another() -> None:
-    draw = np.random.default_rng(1)
-    experts, sure = draw.integers(-1, EXPERTS + 1, (3, 4, 5)), draw.random((3, 4, 5))
-    found = chances(experts, sure, EXPERTS)
-    assert found.shape == (3, EXPERTS)
-    for target in range(3):
-        np.testing.assert_array_equal(found[target], chances(experts[target], sure[target], EXPERTS))
 
 
 shapes = st.tuples(st.integers(0, 6), st.integers(1, 5))
@@ -60,6 +51,24 @@ def test_the_shortlist_is_what_passes_the_floor_likeliest_first(chance: np.ndarr
     names = shortlist(chance)
     assert set(names.tolist()) == set(np.flatnonzero(chance >= FLOOR).tolist())
     assert (np.diff(chance[names]) <= 0).all()
+
+
+@given(st.data(), st.integers(1, 4))
+def test_what_is_named_is_the_shortlist_of_the_chances(data: st.DataObject, rows: int) -> None:
+    """However few rows: one has a way of its own."""
+    experts = np.array([data.draw(st.permutations(range(-1, EXPERTS + 1))) for _ in range(rows)])
+    probabilities = data.draw(arrays.arrays(np.float32, experts.shape, elements=any_float))
+    names, likely = likeliest(experts, probabilities, EXPERTS)
+    chance = chances(experts, probabilities, EXPERTS)
+    assert set(names.tolist()) == set(shortlist(chance).tolist())
+    np.testing.assert_allclose(likely, chance[names], rtol=1e-6)
+    assert (np.diff(likely) <= 0).all()
+
+
+def test_one_row_that_names_an_expert_twice_names_it_once() -> None:
+    names, likely = likeliest(np.array([[3, 3, 1]]), np.array([[0.9, 0.5, np.inf]]), EXPERTS)
+    assert sorted(names.tolist()) == [1, 3]
+    assert likely[0] > 0.999
 
 
 @given(st.integers(0, 100), st.integers(0, 600), st.integers(1, 80))
