@@ -4,8 +4,8 @@
 
 As benchmarks.decode (the engine; Qwen3-30B-A3B shapes, int4 experts), but which experts a token chooses and what hints say of
 them is drawn (drawn_routing.py) and brought to the device before each step, so that recall is a parameter. So a step is read
-before the next is launched, and timed from its launch to its tokens. All experts resident, with the same choices, is measured in
-the same run. The heads' own time is not in it; hints are noted, picked and copied in the step.
+before the next is launched, and timed from its launch to its tokens. All experts resident, with the same choices, is measured
+in the same run. The heads' own time is not in it; hints are noted, picked and copied in the step.
 """
 
 from __future__ import annotations
