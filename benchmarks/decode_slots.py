@@ -22,11 +22,12 @@ from benchmarks.results import Row, append
 from forefetch.kernels.residency import COUNTERS
 
 WARM = 16
+Measured = tuple[list[float], list[int]]
 
 
-def measure(rig: Rig, experts: Any, drawn: Drawn, recall: float, count: int, batch: int, context: int) -> list[float]:
-    """Milliseconds of each step after WARM, sorted."""
-    rig.experts, spent = experts, list[float]()
+def measure(rig: Rig, experts: Any, drawn: Drawn, recall: float, count: int, batch: int, context: int) -> Measured:
+    """Milliseconds of each step after WARM, sorted, and what was counted in them."""
+    rig.experts, spent, before = experts, list[float](), experts.counters
     engine = rig.engine(batch, context, count + WARM + 4, ahead=False, sink=[])
     for step in range(count + WARM):
         drawn.load(step, recall)
@@ -35,9 +36,9 @@ def measure(rig: Rig, experts: Any, drawn: Drawn, recall: float, count: int, bat
         record = engine.parts.recorder.ring.read(step)
         assert record is not None
         spent.append(record.timings.total_ns / 1e6)
-        if step == WARM - 1 and isinstance(experts, FewSlots):
-            experts.state.counters.zero_()
-    return sorted(spent[WARM:])
+        if step == WARM - 1:
+            before = experts.counters.clone()
+    return sorted(spent[WARM:]), (experts.counters - before).tolist()
 
 
 def main() -> None:
@@ -69,13 +70,13 @@ def main() -> None:
         base = 0.0
         for name, experts, recalls in cases:
             for recall in recalls:
-                spent = measure(rig, experts, drawn, recall / 100, args.steps, batch, args.context)
+                spent, counted = measure(rig, experts, drawn, recall / 100, args.steps, batch, args.context)
                 p50, p99 = spent[len(spent) // 2], spent[int(0.99 * (len(spent) - 1))]
                 base, line = base or p50, ""
                 case = f"{args.model} {args.experts} experts, {args.kv} KV, batch {batch}, context {args.context}, {name}"
                 if isinstance(experts, FewSlots):
                     case += f", recall {recall}%" if recall else ", no hints"
-                    found = dict(zip(COUNTERS, experts.state.counters.tolist(), strict=True))
+                    found = dict(zip(COUNTERS, counted, strict=True))
                     line = "  ".join(f"{what} {count / args.steps:.1f}" for what, count in found.items())
                 print(f"{case}: p50 {p50:.2f} p99 {p99:.2f} ms {p50 / base:.2f}x  per step: {line}", flush=True)
                 rows += [Row("decode_slots", case, what, value, "ms") for what, value in (("p50", p50), ("p99", p99))]
