@@ -27,6 +27,7 @@ from router_service.admission import Admitted, SamplingParams
 from router_service.answer import Answer
 from router_service.cache import KvCache
 from router_service.captured import CapturedTrunk
+from router_service.captured import Recorder as GraphRecorder
 from router_service.engine import Delivery, Engine
 from router_service.flight import Parts
 from router_service.layouts import LayoutBuffers
@@ -51,6 +52,16 @@ class Workers:
         return True
 
 
+class NoWorkers:
+    """In the place of a dispatch: nothing leaves the device, so nothing is counted."""
+
+    def begin(self) -> None:
+        """See router_service.dispatch."""
+
+    def commit(self) -> None:
+        """See router_service.dispatch."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """Milliseconds, one entry per step: between two deliveries of tokens, and from planning a step to delivering its tokens."""
@@ -62,9 +73,12 @@ class Measured:
 
 @dataclass
 class Rig:
-    """The trunk of `model`, with experts and a cache that may be changed."""
+    """The trunk of `model`, with experts and a cache that may be changed. `record` stands in for CUDA graphs on a CPU."""
 
     model: str
+    device: torch.device = field(default_factory=lambda: torch.device("cuda"))
+    dtype: torch.dtype = torch.bfloat16
+    record: GraphRecorder | None = None
     spec: ModelSpec = field(init=False)
     experts: Any = None
     cache: Any = None
@@ -72,14 +86,14 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.spec, self.checkpoint = open_model(self.model, allow_synthetic=True)
-        nothing = KvCache(self.spec, pages=2, page_size=PAGE, dtype=torch.bfloat16, device=torch.device("cuda"))
-        self.trunk = Trunk(self.spec, self.checkpoint, nothing, dtype=torch.bfloat16, device=torch.device("cuda"))
+        nothing = KvCache(self.spec, pages=2, page_size=PAGE, dtype=self.dtype, device=self.device)
+        self.trunk = Trunk(self.spec, self.checkpoint, nothing, dtype=self.dtype, device=self.device)
 
     def put_experts(self, kind: Any) -> None:
         """All experts on the device, stored as `kind`."""
         self.experts = None
         collect()
-        place = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "max_rows": MOST_ROWS}
+        place = {"device": self.device, "dtype": self.dtype, "max_rows": MOST_ROWS}
         self.experts = resident(self.spec, self.checkpoint, kind, **place)
 
     def put_cache(self, kv: str, pages: int, lanes: int) -> None:
@@ -90,17 +104,16 @@ class Rig:
         self.cache = self.trunk.cache = self._dense() if kv == "bfloat16" else self._sealed(kv, lanes)
 
     def _dense(self) -> Cache:
-        cache = KvCache(self.spec, pages=self.pages, page_size=PAGE, dtype=torch.bfloat16, device=torch.device("cuda"))
+        cache = KvCache(self.spec, pages=self.pages, page_size=PAGE, dtype=self.dtype, device=self.device)
         for pool in (*cache.k, *cache.v):
             pool.normal_()
         return cache
 
     def _sealed(self, kv: str, lanes: int) -> Cache:
-        device = torch.device("cuda")
         format = KvFormat(kv, head_dim=self.spec.head_dim, thirds=32 if kv == "mixed" else 0)
-        sealed = SealedCache(self.spec, format, pages=self.pages, lanes=lanes, max_rows=MOST_ROWS, device=device)
-        drawn = torch.randn(2, 32, PAGE, self.spec.head_dim, device=device)
-        blobs = seal(drawn[0], drawn[1], format)[torch.arange(self.pages, device=device) % 32]
+        sealed = SealedCache(self.spec, format, pages=self.pages, lanes=lanes, max_rows=MOST_ROWS, device=self.device)
+        drawn = torch.randn(2, 32, PAGE, self.spec.head_dim, device=self.device)
+        blobs = seal(drawn[0], drawn[1], format)[torch.arange(self.pages, device=self.device) % 32]
         for layer in sealed.pages:
             layer.copy_(blobs.expand_as(layer))
         sealed.tails.normal_()
@@ -114,12 +127,12 @@ class Rig:
 
         `sink` is told when tokens came, nanoseconds, and whether the intruder's was among them. `prompt_rows` of a step are for
         prompts."""
-        device, width = torch.device("cuda"), -(-(context + PAGE + steps) // PAGE)
+        width = -(-(context + PAGE + steps) // PAGE)
         lanes = batch + (1 if prompt_rows else 0)
-        shape = {"max_batch": lanes, "max_pages": width, "page_size": PAGE, "device": device}
+        shape = {"max_batch": lanes, "max_pages": width, "page_size": PAGE, "device": self.device}
         chunks = (prompt_rows,) if prompt_rows and isinstance(self.cache, KvCache) else ()
         buffers = LayoutBuffers(max_tokens=lanes + prompt_rows, **shape, buckets=(lanes,), chunk_rows=chunks)
-        model = CapturedTrunk(self.trunk, self.experts, buffers)
+        model = CapturedTrunk(self.trunk, self.experts, buffers, self.record)
         model.ahead = ahead  # type: ignore[misc]
         model.warm_up()
         ring, registry = StepRing(64, self.spec.layers, 1), new_registry()
@@ -134,7 +147,7 @@ class Rig:
             if events:
                 sink.append((time.perf_counter_ns(), any(key == INTRUDER for key, _ in events)))
 
-        parts = Parts(model, buffers, None, Workers(), scheduler, recorder)  # type: ignore[arg-type]
+        parts = Parts(model, buffers, NoWorkers(), Workers(), scheduler, recorder)  # type: ignore[arg-type]
         engine = Engine(parts, deliver, worker_grace_s=1.0)
         self._requests(engine, batch, context, steps)
         return engine
@@ -171,7 +184,7 @@ class Rig:
                     landed += 1
         finally:
             gc.enable()
-        torch.cuda.synchronize()
+        self._synchronise()
         return Measured(_gaps(delivered[warm:]), latency[warm:], timings[warm:])
 
     def intrusion(self, batch: int, context: int, prompt: int, rows: int) -> tuple[list[float], float]:
@@ -191,8 +204,12 @@ class Rig:
         while not delivered[-1][1]:
             if not engine.step():
                 raise RuntimeError("the prompt never entered")
-        torch.cuda.synchronize()
+        self._synchronise()
         return _gaps(delivered[came - 1 :]), (delivered[-1][0] - began) / 1e6
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def step_bytes(self, batch: int, context: int) -> float:
         """What a step has to read: trunk, the experts that `batch` rows with independent choices touch, K and V."""
