@@ -248,5 +248,5 @@ def test_recorded_steps_while_experts_move(kind: str, rows: int) -> None:
 def test_layers_and_copies_in_two_processes() -> None:
     """With the check of `active` left out, or an expert published before its last byte, this fails within 20 layers."""
     script = Path(__file__).with_name("residency_race.py")
-    ended = subprocess.run([sys.executable, str(script), "40"], capture_output=True, text=True, timeout=240, check=False)
+    ended = subprocess.run([sys.executable, str(script), "24"], capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
