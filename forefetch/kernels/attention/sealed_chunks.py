@@ -16,6 +16,10 @@ from forefetch.kernels.attention.chunks import fill_blocks
 from forefetch.kernels.attention.sealed import SealedKv
 from forefetch.kernels.kv_codec.formats import KvFormat
 
+# Chunks of a step on a GPU by one launch. Right in Triton's interpreter, but never run on a GPU yet, so it waits for a green
+# `pytest -m gpu`, which tries it; until then a chunk is what plain operations make of it.
+ONE_LAUNCH = False
+
 
 @dataclass(frozen=True, slots=True)
 class SealedChunkPlan:
@@ -48,8 +52,8 @@ def prefill_sealed(
     k, v [Hkv, m, D] float16: the request's tokens that were not sealed before the chunk, and the chunk's own, up to its last.
     `pages` [p]: its page numbers; those that a query reads sealed must be sealed.
     """
-    if not q.is_cuda:
-        from forefetch.kernels.attention.sealed_cpu import prefill_sealed_cpu
+    if not (q.is_cuda and ONE_LAUNCH):
+        from forefetch.kernels.attention.sealed_cpu import prefill_sealed_cpu  # plain operations, on any device
 
         return prefill_sealed_cpu(q, k, v, pages, kv, tail, start, format, scale, loaded)
     from forefetch.kernels.attention.chunks import BLOCK

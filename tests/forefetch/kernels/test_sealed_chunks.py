@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forefetch.kernels.attention import triton_sealed_chunks
+from forefetch.kernels.attention import sealed_chunks, triton_sealed_chunks
 from forefetch.kernels.attention.chunks import BLOCK, fill_blocks
 from forefetch.kernels.attention.sealed import SealedKv
 from forefetch.kernels.attention.sealed_chunks import SealedChunkPlan, prefill_sealed
@@ -134,8 +134,9 @@ def test_the_tolerance_catches_broken_kernels() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-def test_one_chunk_at_a_time() -> None:
+def test_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """`prefill_sealed`, whose tokens come all in one piece."""
+    monkeypatch.setattr(sealed_chunks, "ONE_LAUNCH", True)
     format = small("asym3")
     mixture = make(format, [(50, 30, 0)])
     kv = SealedKv(*(getattr(mixture.kv, f.name).cuda() for f in dataclasses.fields(SealedKv)))
