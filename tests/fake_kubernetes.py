@@ -58,8 +58,7 @@ class FakeKubernetes:
         class Handler(_Handler):
             kubernetes = fake
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", self._port), Handler)
         self._port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         return self
@@ -124,6 +123,13 @@ class FakeKubernetes:
     def _record(self, kind: str, thing: Json) -> None:
         self.log.append((self.version, kind, json.loads(json.dumps(thing))))
         self.changed.notify_all()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: Any) -> None:
+        """Callers are killed in tests: connections that break are no news."""
 
 
 class _Handler(BaseHTTPRequestHandler):

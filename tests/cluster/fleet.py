@@ -29,12 +29,14 @@ class Fleet:
         self.processes: dict[str, Process] = {}
         self.ports: dict[str, int] = {}
 
-    def worker(self, name: str, *flags: str) -> Process:
-        """Starts one that holds nothing, and tells the API server of it."""
-        process = self._start(name, "expert_worker", [f"--model={self.model}", "--device=cpu", "--placed", *flags])
-        self.ports[name] = int(process.address.rpartition(":")[2])
-        self.announce(name)
-        return process
+    def workers(self, *names: str, flags: Sequence[str] = ()) -> None:
+        """Starts some that hold nothing, all at a time, and tells the API server of them."""
+        for name in names:
+            self._spawn(name, "expert_worker", [f"--model={self.model}", "--device=cpu", "--placed", *flags])
+        for name in names:
+            self.processes[name].wait_ready(90)
+            self.ports[name] = int(self.processes[name].address.rpartition(":")[2])
+            self.announce(name)
 
     def announce(self, name: str, **state: bool) -> None:
         self.kubernetes.put(name, [endpoint("127.0.0.1", **state)], self.ports[name])
@@ -42,14 +44,14 @@ class Fleet:
     def router(self, name: str, *flags: str) -> Router:
         own = [f"--model={self.model}", "--device=cpu", *SMALL, "--link=grpc", "--worker-grace-s=60", "--kube-timeout-s=5"]
         own += ["--workers=kubernetes:test/experts", f"--kube-api={self.kubernetes.url}", f"--lease-s={LEASE_S}"]
-        process = self._start(name, "router_service", [*own, "--max-workers=6", "--rebalance-s=0", *flags])
+        process = self._spawn(name, "router_service", [*own, "--max-workers=6", "--rebalance-s=0", *flags])
+        process.wait_ready(90)
         return Router(process.address)
 
-    def _start(self, name: str, module: str, flags: list[str]) -> Process:
+    def _spawn(self, name: str, module: str, flags: list[str]) -> Process:
         process = Process(name, module, flags, {**os.environ, "OMP_NUM_THREADS": "1"})
         self.processes[name] = process
         process.spawn()
-        process.wait_ready(90)
         return process
 
     def end(self, name: str) -> None:

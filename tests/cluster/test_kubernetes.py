@@ -32,14 +32,12 @@ def expected(oracle: Callable[[str], Oracle]) -> list[int]:
 
 
 def test_two_workers_become_four_and_then_one(fleet: Fleet, expected: list[int]) -> None:
-    for name in ("w0", "w1"):
-        fleet.worker(name)
+    fleet.workers("w0", "w1")
     router = fleet.router("r0")
     assert fleet.held("w0") | fleet.held("w1") == ALL
     load = Load(router, PROMPT, expected)
     until(lambda: len(load.streams) > 1)
-    for name in ("w2", "w3"):
-        fleet.worker(name)
+    fleet.workers("w2", "w3")
     until(lambda: serves(router, 4), 40)
     until(lambda: all(0 < len(fleet.held(name)) < len(ALL) for name in ("w0", "w1", "w2", "w3")), 40, 0.2)
     for name in ("w0", "w1", "w2"):
@@ -55,8 +53,7 @@ def test_two_workers_become_four_and_then_one(fleet: Fleet, expected: list[int])
 
 def test_measured_load_moves_and_replicates_single_experts_while_streams_run(fleet: Fleet, expected: list[int]) -> None:
     """The hottest experts of every layer begin on one worker. Nothing but their use says so."""
-    for name in ("w0", "w1", "w2"):
-        fleet.worker(name, "--slots=60%", "--max-experts=18")  # copies into slots, while places change hands
+    fleet.workers("w0", "w1", "w2", flags=["--slots=60%", "--max-experts=18"])  # copies into slots, while places change hands
     first = fleet.router("r0")
     assert first.generate(PROMPT, LONG).tokens == expected
     hottest = {
@@ -86,8 +83,7 @@ def test_measured_load_moves_and_replicates_single_experts_while_streams_run(fle
 
 
 def test_the_router_that_plans_is_killed(fleet: Fleet, expected: list[int]) -> None:
-    for name in ("w0", "w1"):
-        fleet.worker(name)
+    fleet.workers("w0", "w1")
     first = fleet.router("r0")
     leader = fleet.leader()
     second = fleet.router("r1")
@@ -95,7 +91,7 @@ def test_the_router_that_plans_is_killed(fleet: Fleet, expected: list[int]) -> N
     load = Load(second, PROMPT, expected)
     until(lambda: len(load.streams) > 1)
     fleet.kill("r0")
-    fleet.worker("w2")
+    fleet.workers("w2")
     until(lambda: fleet.leader() not in ("", leader), 20)
     until(lambda: serves(second, 3), 40)
     assert fleet.kubernetes.leases["experts-planner"]["spec"]["leaseTransitions"] == 2
@@ -110,8 +106,7 @@ def test_the_router_that_plans_is_killed(fleet: Fleet, expected: list[int]) -> N
 
 
 def test_the_api_server_freezes_and_a_worker_is_killed(fleet: Fleet, expected: list[int]) -> None:
-    for name in ("w0", "w1"):
-        fleet.worker(name)
+    fleet.workers("w0", "w1")
     router = fleet.router("r0")
     load = Load(router, PROMPT, expected)
     until(lambda: len(load.streams) > 1)
@@ -124,15 +119,14 @@ def test_the_api_server_freezes_and_a_worker_is_killed(fleet: Fleet, expected: l
     until(lambda: fleet.held("w1") >= held, 40, 0.2)
     until(lambda: serves(router, 2), 20)
     fleet.kubernetes.frozen.clear()
-    fleet.worker("w2")
+    fleet.workers("w2")
     until(lambda: serves(router, 3), 40)
     assert load.finish() >= 1
     router.close()
 
 
 def test_watches_that_are_half_open_cut_and_too_old_and_leases_that_conflict(fleet: Fleet, expected: list[int]) -> None:
-    for name in ("w0", "w1"):
-        fleet.worker(name)
+    fleet.workers("w0", "w1")
     router = fleet.router("r0")
     kubernetes = fleet.kubernetes
     load = Load(router, PROMPT, expected)
@@ -140,7 +134,7 @@ def test_watches_that_are_half_open_cut_and_too_old_and_leases_that_conflict(fle
     leader, lists = fleet.leader(), kubernetes.lists
     kubernetes.mute()  # half-open: connections stay, and nothing comes over them any more
     kubernetes.conflicts = 2  # somebody else seems to write the Lease: 409
-    fleet.worker("w2")
+    fleet.workers("w2")
     until(lambda: serves(router, 3), 40)
     assert kubernetes.lists > lists, "it gave that watch up and listed again"
     kubernetes.cut()  # in the middle of a line
