@@ -24,8 +24,8 @@ from router_service.quality.peers import GROUP, PEERS, PeerCache, layer_maker, r
 from router_service.sealed import SealedCache
 
 OWN = ("fp16", "e2m0", "asym2", "mixed", "asym3", "fp4")
-DEFAULT = (*OWN, "kivi2", "kivi2-g64", "kivi3", "kivi4-g64", *filter(runs, PEERS))
-"""Every format, baselines of about equal bytes, and transformers' quantised caches where they are installed."""
+DEFAULT = (*OWN, "kivi2", "kivi2-g64", "kivi3", "kivi4-g64", *(name for name in PEERS if "quanto" in name and runs(name)))
+"""Every format, baselines of about equal bytes, and transformers' quanto caches where installed; HQQ takes minutes a window."""
 BASELINES = {
     "kivi2": (2, 128),
     "kivi2-g64": (2, 64),
