@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
-sys.path.insert(0, str(Path(__file__).parents[1]))
+# Ours first: tests/forefetch has the name of the package.
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 import torch
 from triton_interpreter import complete_interpreter
