@@ -51,6 +51,7 @@ class CompiledTrunk:
         self.weights, self.model = Weights(trunk), _model(trunk)
         self.buffers = _buffers(self.model, max_rows)
         self._workers, self._local = workers, local
+        self._spare = 0 if local else 1  # workers in other processes need a core while this one computes
         self._experts = local.experts.room(max_rows) if local else None
         self._mlp = _mlp(trunk, max_rows)
         self._times: Longs = np.zeros((trunk.spec.layers, step.TIMES), dtype=np.int64)
@@ -63,7 +64,7 @@ class CompiledTrunk:
         trunk, none = self.trunk, np.zeros((0, self.model.dim), dtype=np.float32)
         nobody: Longs = np.zeros(0, dtype=np.int64)
         rows = layer.Rows(nobody, nobody, np.zeros((0, 1), dtype=np.int64), none, none)
-        with compiling(), threads() as several:
+        with compiling(), threads(self._spare) as several:
             self._layers(rows, several)
             if self._local is None or observed:
                 table = self.weights.tables[trunk.spec.moe_layers[0]]
@@ -82,7 +83,7 @@ class CompiledTrunk:
         if self._local is None or observer is not None:
             return self.trunk.forward(batch, experts, stamps, observer, front)
         self.buffers.x[:count] = self.trunk.embedded(batch).numpy()
-        with threads() as several:
+        with threads(self._spare) as several:
             self._layers(front.rows, several)
         self._stamp(stamps, self._local, count)
         started = perf_counter_ns()
@@ -98,7 +99,7 @@ class CompiledTrunk:
         """Logits [S, V] of rows `which` of buffers.x."""
         spec, buffers, weights = self.trunk.spec, self.buffers, self.weights
         norm = self.trunk.final_norm.data_ptr()
-        with threads() as several:
+        with threads(self._spare) as several:
             scratch = buffers.normed, buffers.order, self._logits
             step.head(buffers.x, which, norm, weights.head, self.model.eps, *scratch, spec.vocab_size, several)
         logits = torch.from_numpy(self._logits)[: len(which), : spec.vocab_size]

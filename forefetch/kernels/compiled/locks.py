@@ -19,10 +19,10 @@ _GUARD = threading.Lock()
 
 
 @contextmanager
-def threads() -> Iterator[int]:
-    """How many threads a kernel may use: PyTorch's, but one core is left to who sends and receives meanwhile, since a kernel
-    is as late as the last of its threads. One while another thread computes on several."""
-    wanted = min(torch.get_num_threads(), max(1, numba.config.NUMBA_NUM_THREADS - 1))
+def threads(spare: int = 1) -> Iterator[int]:
+    """How many threads a kernel may use: PyTorch's, but `spare` cores are left to who computes, sends and receives meanwhile,
+    since a kernel is as late as the last of its threads. One while another thread computes on several."""
+    wanted = min(torch.get_num_threads(), max(1, numba.config.NUMBA_NUM_THREADS - spare))
     if wanted == 1 or not _GUARD.acquire(blocking=False):
         yield 1
         return
