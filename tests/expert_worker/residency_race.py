@@ -19,7 +19,8 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 # Ours first: tests/forefetch has the name of the package.
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from triton_interpreter import complete_interpreter
