@@ -66,13 +66,14 @@ HARDWARE = {
     ),
     "cpu": Hardware(
         "cpu",
-        "two cores of a Xeon with AVX-512, float32: bandwidth and time per layer fitted to benchmarks/results.csv, reference "
-        "model, one process, about 80 tokens of context; links measured there at 64 rows",
+        "two cores of a Xeon with AVX-512, compiled steps: bandwidth and time per layer fitted to benchmarks/results.csv, "
+        "reference model, one process, about 80 tokens of context, weights counted as float32; links: what two workers on the "
+        "same two cores added to a layer of a decode step there",
         memory_gib=24.0,
-        hbm_gbs=3.84,
-        pcie_gbs=3.84,
-        layer_us=750.0,
-        link_us={"local": 0.0, "shm": 72.0, "grpc": 995.0},
+        hbm_gbs=7.75,
+        pcie_gbs=7.75,
+        layer_us=20.0,
+        link_us={"local": 0.0, "shm": 1200.0, "grpc": 2800.0},
         dtype="float32",
     ),
 }
