@@ -87,9 +87,9 @@ def launch(parts: Parts, step: int, plan: Plan, stamps: StepStamps) -> Flight:
 
 
 def _choice(buffers: StepBuffers, logits: Tensor, choosing: tuple[Chunk, ...], ahead: bool) -> Choice | None:
-    """One token per chunk, left where the next step will look for it too. Never None for a step that runs ahead: it is what is
-    waited for before the memory that the step was staged in is written again."""
-    if not choosing and not ahead:
+    """One token per chunk, left where the next step will look for it too. Never None for a step that runs ahead or on a GPU:
+    it is what is waited for before the memory that the step was staged in is written again."""
+    if not (choosing or ahead or logits.is_cuda):
         return None
     params = [chunk.request.admitted.sampling for chunk in choosing]
     choice = choose(logits, params, [chunk.end for chunk in choosing], keep=ahead)

@@ -79,6 +79,16 @@ class Router:
     def describe(self) -> router_pb2.DescribeResponse:
         return self.stub.Describe(router_pb2.DescribeRequest(), timeout=10.0)
 
+    def lanes_carry(self, prompt: Sequence[int]) -> None:
+        """Returns when steps cross over p2p lanes."""
+
+        def moved() -> bool:
+            before = self.stats().p2p_steps
+            self.generate(prompt, 2)
+            return self.stats().p2p_steps > before
+
+        until(moved, 60.0, every=0.2)
+
 
 class Background:
     """A stream read on a thread: `tokens` grow, then `error` or `finish` is set."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from cluster_calls import SMALL, Background, Router, Start, until
+from cluster_calls import SMALL, Background, Router, Start
 from reference_model import CASES, Oracle
 
 from forefetch import settings, shm
@@ -31,21 +31,10 @@ def cluster(start: Start) -> Cluster:
 def router(cluster: Cluster) -> Iterator[Router]:
     """A connection to a router that uses its lanes before the test and, after it, again."""
     client = Router(cluster.address)
-    lanes_carry(client)
+    client.lanes_carry(PROMPT)
     yield client
-    lanes_carry(client)
+    client.lanes_carry(PROMPT)
     client.close()
-
-
-def lanes_carry(router: Router) -> None:
-    """Steps cross over the lanes now."""
-
-    def moved() -> bool:
-        before = router.stats().p2p_steps
-        router.generate(PROMPT, 2)
-        return router.stats().p2p_steps > before
-
-    until(moved, 30.0, every=0.2)
 
 
 def test_answers_are_the_oracles(router: Router, oracle: Callable[[str], Oracle]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cluster_calls import SMALL, Background, Router, until
+from cluster_calls import SMALL, Background, Router
 
 from forefetch.cluster import Cluster, ClusterConfig, Extra
 
@@ -49,19 +49,10 @@ def cluster() -> Iterator[Cluster]:
 def router(cluster: Cluster) -> Iterator[Router]:
     """A connection to a router whose steps cross lanes before the test and, after it, again."""
     client = Router(cluster.address)
-    lanes_carry(client)
+    client.lanes_carry(PROMPT)
     yield client
-    lanes_carry(client)
+    client.lanes_carry(PROMPT)
     client.close()
-
-
-def lanes_carry(router: Router) -> None:
-    def moved() -> bool:
-        before = router.stats().p2p_steps
-        router.generate(PROMPT, 2)
-        return router.stats().p2p_steps > before
-
-    until(moved, 60.0, every=0.2)
 
 
 def test_answers_are_one_gpus(router: Router, expected: list[int]) -> None:

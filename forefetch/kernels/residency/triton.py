@@ -41,6 +41,35 @@ def enter(
             tl.store(ids + token * K + place, tl.arange(0, EP), mask=chosen)
             tl.store(weights + token * K + place, weight, mask=chosen)
     tl.debug_barrier()
+    count = _count(ids, idle, counts, pairs, E, EP, K, BLOCK, IDLE)
+    e = tl.arange(0, EP)
+    needed = count > 0
+    at = layer * E + e
+    row, here, ready, tries = _found(table, coming, at, needed, first_slot, slots, PATIENCE)
+    tl.store(rows + e, row, mask=needed)
+    tl.store(unused + (row - first_slot), tl.zeros([EP], tl.int32), mask=here)
+    hinted = tl.load(chance + at, mask=e < E, other=0.0) >= FLOOR
+    tl.store(chance + at, tl.zeros([EP], tl.float32), mask=e < E)
+    tokens = pairs // K
+    use = needed.to(tl.float32)
+    if tokens > CROWD:
+        use = tl.minimum(1.0, count.to(tl.float32) * CROWD / tokens)
+    quick = tl.load(averages + at, mask=e < E, other=0.0)
+    slow = tl.load(averages + total + at, mask=e < E, other=0.0)
+    tl.store(averages + at, quick + FAST * (use - quick), mask=e < E)
+    tl.store(averages + total + at, slow + SLOW * (use - slow), mask=e < E)
+    found = tl.where(ready, tl.where(hinted, 0, 3), tl.where(hinted, 1, 2))  # hits, late, misses, resident
+    which = tl.arange(0, 8)
+    counted = tl.sum(((found[:, None] == which[None, :]) & needed[:, None]).to(tl.int32), 0)
+    counted = tl.where(which == 6, tries, counted)
+    tl.atomic_add(counters + which, counted.to(tl.int64), mask=(which < 4) | (which == 6), sem="relaxed")
+
+
+@triton.jit
+def _count(
+    ids, idle, counts, pairs, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, IDLE: tl.constexpr
+):
+    """[EP] pairs of each expert, by way of `counts`, which is left zeroed. IDLE: those of idle rows are struck out first."""
     for start in range(0, pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
         expert = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
@@ -52,8 +81,14 @@ def enter(
     tl.debug_barrier()
     e = tl.arange(0, EP)
     count = tl.load(counts + e, mask=e < E, other=0, volatile=True)
-    needed = count > 0
-    at = layer * E + e
+    tl.debug_barrier()  # every thread has read before one of them writes
+    tl.store(counts + e, tl.zeros([EP], tl.int32), mask=e < E)
+    return count
+
+
+@triton.jit
+def _found(table, coming, at, needed, first_slot, slots, PATIENCE: tl.constexpr):
+    """Needed experts' rows, whether each is a slot's, whether it was at once, and looks at copies under way."""
     due = needed & (tl.load(coming + at, mask=needed, other=0, volatile=True) != 0)  # looked at before the table: see `bring`
     row = tl.atomic_add(table + at, 0, mask=needed, sem="acquire")
     here = needed & (row >= first_slot) & (row < first_slot + slots)
@@ -67,24 +102,7 @@ def enter(
         here = needed & (row >= first_slot) & (row < first_slot + slots)
         due = due & still & (here == 0)
         tries += 1
-    tl.store(rows + e, row, mask=needed)
-    tl.store(counts + e, tl.zeros([EP], tl.int32), mask=e < E)
-    tl.store(unused + (row - first_slot), tl.zeros([EP], tl.int32), mask=here)
-    hinted = tl.load(chance + at, mask=e < E, other=0.0) >= FLOOR
-    tl.store(chance + at, tl.zeros([EP], tl.float32), mask=e < E)
-    use = needed.to(tl.float32)
-    tokens = pairs // K
-    if tokens > CROWD:
-        use = tl.minimum(1.0, count.to(tl.float32) * CROWD / tokens)
-    quick = tl.load(averages + at, mask=e < E, other=0.0)
-    slow = tl.load(averages + total + at, mask=e < E, other=0.0)
-    tl.store(averages + at, quick + FAST * (use - quick), mask=e < E)
-    tl.store(averages + total + at, slow + SLOW * (use - slow), mask=e < E)
-    found = tl.where(ready, tl.where(hinted, 0, 3), tl.where(hinted, 1, 2))  # hits, late, misses, resident
-    which = tl.arange(0, 8)
-    counted = tl.sum(((found[:, None] == which[None, :]) & needed[:, None]).to(tl.int32), 0)
-    counted = tl.where(which == 6, tries, counted)
-    tl.atomic_add(counters + which, counted.to(tl.int64), mask=(which < 4) | (which == 6), sem="relaxed")
+    return row, here, ready, tries
 
 
 @triton.jit(do_not_specialize=["entries", "per_target", "first"])
@@ -128,26 +146,15 @@ def pick(
     c = tl.arange(0, DP * EP)
     ahead, e = c // EP, c % EP
     target = tl.where(ahead < targets, first + ahead, now)
-    real = (e < E) & ((ahead < targets) | (ahead == targets))
+    real = (e < E) & (ahead <= targets)
     wish = target * E + e
-    row = tl.load(table + wish, mask=real, other=0, volatile=True)
-    real = real & (tl.load(home + wish, mask=real, other=-1) >= 0)
-    absent = real & ((row < first_slot) | (row >= first_slot + slots)) & (tl.load(coming + wish, mask=real, other=1) == 0)
-    p = tl.load(chance + wish, mask=real & (ahead < targets), other=0.0)
-    quick = tl.load(averages + wish, mask=real, other=0.0)
-    slow = tl.load(averages + total + wish, mask=real, other=0.0)
-    own = (ahead == targets) & (quick >= least) & (least > 0.0)  # it was used just now
-    p = tl.where(own, SHARE * quick + (1.0 - SHARE) * slow, p)
-    score = tl.where(absent & ((p >= WORTH) | own), 2.0 * (DP - ahead) + p, -1.0)
+    score, p = _wishes(table, coming, averages, chance, home, wish, ahead, real, first_slot, slots, targets, total, least,
+                       DP, WORTH, SHARE)  # fmt: skip
     s = tl.arange(0, SP)
     held = tl.load(expert_in + s, mask=s < slots, other=-1)
     there = (s < slots) & (held >= 0) & (held // E != now)  # that layer is at work
-    filled = tl.load(coming + held, mask=there, other=0, volatile=True) == 0  # else its bytes are still on their way
-    use = SHARE * tl.load(averages + held, mask=there, other=1.0)
-    use += (1.0 - SHARE) * tl.load(averages + total + held, mask=there, other=1.0)
-    until = layers / tl.maximum(use, 1e-4) - layers + ((held // E - now - 1 + layers) % layers + 1).to(tl.float32)
-    spared = tl.load(chance + held, mask=there, other=0.0) >= SURE
-    until = tl.where(there & filled & (spared == 0), until, tl.where((s < slots) & (held < 0), 1e9, -1.0))
+    until = _victims(coming, averages, chance, held, there, now, layers, total, E, SURE, SHARE)
+    until = tl.where((s < slots) & (held < 0), 1e9, until)
     for job in tl.static_range(COPIES):
         best = tl.max(score, 0)
         number = tl.full([], -1, tl.int32)
@@ -174,6 +181,36 @@ def pick(
                     slot = out.to(tl.int32)
         tl.store(jobs + 2 * job, number)
         tl.store(jobs + 2 * job + 1, slot)
+
+
+@triton.jit
+def _wishes(
+    table, coming, averages, chance, home, wish, ahead, real, first_slot, slots, targets, total, least,
+    DP: tl.constexpr, WORTH: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """([DP * EP] how much each missing expert is wished for, -1 for not at all; its chance)."""
+    row = tl.load(table + wish, mask=real, other=0, volatile=True)
+    real = real & (tl.load(home + wish, mask=real, other=-1) >= 0)
+    absent = real & ((row < first_slot) | (row >= first_slot + slots)) & (tl.load(coming + wish, mask=real, other=1) == 0)
+    p = tl.load(chance + wish, mask=real & (ahead < targets), other=0.0)
+    quick = tl.load(averages + wish, mask=real, other=0.0)
+    slow = tl.load(averages + total + wish, mask=real, other=0.0)
+    own = (ahead == targets) & (quick >= least) & (least > 0.0)  # it was used just now
+    p = tl.where(own, SHARE * quick + (1.0 - SHARE) * slow, p)
+    return tl.where(absent & ((p >= WORTH) | own), 2.0 * (DP - ahead) + p, -1.0), p
+
+
+@triton.jit
+def _victims(
+    coming, averages, chance, held, there, now, layers, total, E: tl.constexpr, SURE: tl.constexpr, SHARE: tl.constexpr
+):
+    """[SP] calls until the expert of each slot that may be emptied is expected to be needed; -1 for the others."""
+    filled = tl.load(coming + held, mask=there, other=0, volatile=True) == 0  # else its bytes are still on their way
+    use = SHARE * tl.load(averages + held, mask=there, other=1.0)
+    use += (1.0 - SHARE) * tl.load(averages + total + held, mask=there, other=1.0)
+    until = layers / tl.maximum(use, 1e-4) - layers + ((held // E - now - 1 + layers) % layers + 1).to(tl.float32)
+    spared = tl.load(chance + held, mask=there, other=0.0) >= SURE
+    return tl.where(there & filled & (spared == 0), until, -1.0)
 
 
 @triton.jit
