@@ -49,6 +49,10 @@ class LayoutBuffers(StepBuffers):
             for decodes in reversed(self.decode_rows):
                 yield decodes, prompt
 
+    def unrecorded(self) -> None:
+        """Nobody will record steps: prompt rows are padded to nothing."""
+        self.chunk_rows = ()
+
     def fill(self, step: int, plan: Plan, trace: bytes = b"") -> StepBatch:
         """The plan as tensors, valid until the next fill."""
         count = sum(chunk.count for chunk in plan.prefills)

@@ -53,6 +53,8 @@ def captured(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: Route
         return laned(trunk, buffers, workers, config)
     experts = expert.resident_of(workers.rows[0].link) if len(workers.rows) == 1 else None
     if experts is None or not isinstance(buffers, LayoutBuffers):
+        if isinstance(buffers, LayoutBuffers):
+            buffers.unrecorded()
         return trunk
     recorded = CapturedTrunk(trunk, experts, buffers)
     if hints is not None and experts.moves:

@@ -163,8 +163,7 @@ class LaneTrunk(CapturedTrunk):
         """As Trunk.forward; over lanes the device is done when it returns."""
         if not (self._up() and self.fits(batch, observer)):
             self._ran[batch.step % 2] = Ran(False)
-            logits = self.trunk.forward(batch, experts, stamps, observer)
-            return logits if batch.picks is None else logits[batch.picks]
+            return self.trunk.forward(batch, experts, stamps, observer)
         try:
             for lane in self._attached:
                 lane.announce(self._shape_of(batch.layout))

@@ -190,7 +190,8 @@ class Trunk:
         for i, layer in enumerate(self.layers):
             x = self._layer(i, layer, x, step)
         started = perf_counter_ns()
-        logits = self._logits(x[batch.logit_rows]) if front is None else front.logits(x)
+        rows = batch.logit_rows if batch.picks is None else batch.logit_rows[batch.picks]
+        logits = self._logits(x[rows]) if front is None else front.logits(x)
         stamps.head(perf_counter_ns() - started)
         return logits
 

@@ -113,6 +113,21 @@ def test_graphs_on_a_gpu(case: str, checkpoint: Callable[[str], Path], oracle: C
     follows_the_oracle(CapturedRig(checkpoint(case), None, "cuda"), case, oracle(case))
 
 
+@pytest.mark.parametrize("unrecorded", [False, True])
+def test_steps_in_layouts_that_nobody_replays(
+    unrecorded: bool, checkpoint: Callable[[str], Path], oracle: Callable[[str], Oracle]
+) -> None:
+    """The trunk as written over the same buffers, as where experts in slots wait for the host: padded steps or plain ones."""
+    rig, prompt = Rig(checkpoint("qwen3"), max_step_tokens=20), CASES["qwen3"].prompt
+    sizes = {"max_tokens": 20, "max_batch": 8, "max_pages": 16, "page_size": PAGE}
+    buffers = rig.buffers = LayoutBuffers(**sizes, device=torch.device("cpu"), buckets=(1, 4, 8), chunk_rows=(20,))
+    if unrecorded:
+        buffers.unrecorded()
+    requests = [rig.add(p, max_tokens=4) for p in (prompt, prompt[:7])]
+    rig.run()
+    assert [r.tokens[len(r.prompt) :] for r in requests] == [oracle("qwen3").greedy(list(r.prompt), 4) for r in requests]
+
+
 def test_idle_rows_change_nothing(checkpoint: Callable[[str], Path], oracle: Callable[[str], Oracle]) -> None:
     """One request in a bucket of four: the logits are those of the prompt's end."""
     rig = CapturedRig(checkpoint("qwen3"), Spy())

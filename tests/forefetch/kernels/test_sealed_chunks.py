@@ -78,7 +78,7 @@ def make(format: KvFormat, chunks: list[tuple[int, int, int]], group: int = 2, k
         cut.append((first, count, start))
         places.append([first, start, lane, loaded])
         first += count
-    blocks = torch.full((8, 4), 9, dtype=torch.int32)
+    blocks = torch.full((12, 4), 9, dtype=torch.int32)
     assert fill_blocks(blocks, cut)
     plan = SealedChunkPlan(blocks, torch.tensor(places, dtype=torch.int32), tables)
     return Mixture(format, q, rows[0], rows[1], kv, plan, torch.cat(exact))
