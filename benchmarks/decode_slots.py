@@ -21,13 +21,15 @@ from benchmarks.drawn_routing import Drawn, FewSlots, all_resident, blobs_of, fe
 from benchmarks.results import Row, append
 from forefetch.kernels.residency import COUNTERS
 
-WARM = 16
+WARM = 96  # steps before anything is timed: until then averages of use are still forming
 Measured = tuple[list[float], list[int]]
 
 
 def measure(rig: Rig, experts: Any, drawn: Drawn, recall: float, count: int, batch: int, context: int) -> Measured:
     """Milliseconds of each step after WARM, sorted, and what was counted in them."""
     rig.experts, spent, before = experts, list[float](), experts.counters
+    if isinstance(experts, FewSlots):
+        experts.restart(recall)
     engine = rig.engine(batch, context, count + WARM + 4, ahead=False, sink=[])
     for step in range(count + WARM):
         drawn.load(step, recall)

@@ -2,7 +2,7 @@
 
 Popularities are log-normal (sigma 1) per layer; a token keeps an expert of the token before with probability 0.4. A hint
 names each expert that a layer will choose with probability `recall` (chance 0.9), and two wrong ones (chance 0.3); every
-layer is hinted twice, one and two layers ahead. All experts' weights are those of DISTINCT blobs: bytes and times matter
+layer but the first is hinted, two layers ahead and one. All experts' weights are those of DISTINCT blobs: bytes and times matter
 here, not answers.
 """
 
@@ -96,7 +96,17 @@ class FewSlots(InPlaceExperts):
         state.home.copy_(torch.arange(layers * experts) % len(host) + state.first_host)
         state.table.copy_(state.home)
         state.occupy()
-        self.ahead = self._said
+
+    def restart(self, recall: float) -> None:
+        """As after the start, with heads of such a recall, or none."""
+        state = self.state
+        for tensor, value in ((state.averages, 1.0 / self.spec.num_experts), (state.chance, 0.0), (state.unused, 0)):
+            tensor.fill_(value)
+        state.table.copy_(state.home)
+        state.occupy()
+        state.counters.zero_()
+        self._told[:] = 0
+        self.ahead = self._said if recall else None
 
     def route(self, layer: int, x: Tensor, logits: Tensor) -> Tensor:
         return super().route(layer, x, self.drawn.logits[self.layers[layer], : len(x)])
@@ -116,6 +126,7 @@ class OnDemand(FewSlots):
         rule = self.spec.gate_rule, self.spec.renormalise
         residency.choose_and_enter(self.state, place, self.drawn.logits[place, :rows], ids, weights, *rule, self._idle)
         for _ in range(rows):
+            residency.spare(self.state, place)
             residency.pick(self.state, place, 0)
             residency.bring(self.state, place)
         residency.enter(self.state, place, ids)

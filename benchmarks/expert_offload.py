@@ -27,7 +27,7 @@ from benchmarks.results import Row, append
 from forefetch.kernels.residency import COUNTERS
 from forefetch.synthetic import open_model
 
-WARM = 16
+WARM = 96  # steps before anything is timed: until then averages of use are still forming
 
 
 def attention(us: int, device: torch.device) -> Callable[[], None]:
@@ -144,8 +144,9 @@ def one(args: argparse.Namespace, kind: Any, batch: int, link: float, wait: Call
             if how is OnDemand and batch > 1:
                 continue
             experts = few_slots(spec, format, blobs, drawn, share, how, 8 if how is OnDemand else args.copies, **place)
-            steps = Steps(experts, drawn, wait, device, dtype)
             for recall in recalls:
+                experts.restart(recall)
+                steps = Steps(experts, drawn, wait, device, dtype)
                 name = "on demand" if how is OnDemand else f"recall {recall}%" if recall else "no hints"
                 if not torch.equal(case(f"{share}% slots, {name}", steps, recall / 100), expected):
                     raise SystemExit("the output is not that of resident experts")

@@ -126,17 +126,19 @@ class InPlaceExperts(PackedExperts):
         """Heads and copies of a layer whose experts are known, beside everything else."""
         after = self._named(place, chosen)
         self._hinted_calls = max(0, self._hinted_calls - 1)
-        named = self.ahead is not None or self._hinted_calls  # then what was missed is named next time, and the link is busy
-        least = 0.0 if named else residency.LEAST
+        named = place and (self.ahead is not None or self._hinted_calls)  # then what was missed is named next time, and the
+        least = 0.0 if named else residency.LEAST  # link is busy; the first layer is never named
         with self._launching:
             self._bring(place, min(2, len(self.layers) - 1 - place), least, self._beside(PICKS, after))
 
     def _bring(self, place: int, targets: int, least: float, where: AbstractContextManager[Any]) -> None:
-        """Choices on one stream, copies on the next, so that the link never waits for a choice."""
+        """Choices on one stream, copies on the next, so that the link never waits for a choice, nor a choice for victims."""
         with where as stream:
             residency.pick(self.state, place, targets, least)
         with self._beside(COPIES, stream):
             residency.bring(self.state, place)
+        with torch.cuda.stream(stream) if stream else nullcontext():
+            residency.spare(self.state, (place + 1) % len(self.layers))
 
     def _named(self, place: int, chosen: tuple[Tensor, Tensor] | None) -> Any:
         """Runs the heads, if there are any; the stream on which they did, or the current one."""
@@ -201,6 +203,7 @@ class InPlaceExperts(PackedExperts):
             experts, chances = (torch.from_numpy(part)[None, None] for part in (hint.experts, hint.probabilities))
             with self._launching, self._hinted() as stream:
                 residency.note(self.state, place, experts.to(self._device), chances.to(self._device))
+                residency.spare(self.state, place - 1)
                 self._bring(place - 1, 1, 0.0, nullcontext(stream))
         return True
 

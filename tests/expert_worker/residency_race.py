@@ -65,6 +65,7 @@ def move(state: Residents, draw: random.Random) -> None:
         now = max(0, int(state.active)) if draw.random() < 0.7 else draw.randrange(LAYERS)
         state.chance[draw.randrange(LAYERS * EXPERTS)] = 0.95
         state.averages[:, draw.randrange(LAYERS * EXPERTS)] = draw.random() / 4
+        residency.spare(state, now)
         residency.pick(state, now, min(2, LAYERS - 1 - now))
         residency.bring(state, now)
 

@@ -145,10 +145,12 @@ def test_a_layer_at_work_keeps_its_experts() -> None:
         state.expert_in[slot], state.table[number] = number, state.first_slot + slot
     state.chance[10] = 0.99
     state.active.fill_(1)  # the layers got there before the copies
+    residency.spare(state, 0)
     residency.pick(state, 0, 1)
     assert state.jobs[0].tolist() == [[-1, -1]] * 2
     assert state.table[8:10].tolist() == [state.first_slot, state.first_slot + 1]
     state.active.fill_(0)
+    residency.spare(state, 0)
     residency.pick(state, 0, 1)
     assert state.jobs[0, 0, 0] == 10
     assert few.resident(1) in ([0], [1])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forefetch.kernels.gate.triton import choose_into
 from forefetch.kernels.residency import triton as kernels
-from forefetch.kernels.residency.state import Residents
+from forefetch.kernels.residency.state import MOST_TARGETS, Residents
 
 FLOOR = 0.1  # a chance below this does not count as named
 WORTH = 0.4  # a chance below this is not worth an expert's bytes: reading in place costs as many, and only if it is needed
@@ -19,7 +19,7 @@ PATIENCE = 128  # looks at a copy under way, about a microsecond each: as long a
 LEAST = 0.15  # share of recent calls from which a missed expert is brought in without being named
 CROWD, FAST, SLOW, SHARE = 8, 0.2, 0.01, 0.3  # as in expert_worker/slots.py
 _CHOSEN_INSIDE = 4  # tokens up to which `enter`'s one program also makes the choice
-_PROGRAMS, _BLOCK = 16, 4096  # of `bring`: 16 KB each on the way at once fill PCIe and leave nearly all of the GPU free
+_PROGRAMS, _BLOCK = 32, 4096  # of `bring`: 16 KB each on the way at once fill PCIe beside what the layers read
 
 
 def choose_and_enter(
@@ -82,23 +82,38 @@ def _enter(
 
 def note(state: Residents, first: int, experts: Tensor, probabilities: Tensor) -> None:
     """Heads name experts [D, T, M] with probabilities for the D layers from number `first` on."""
-    targets, entries = len(experts), experts[0].numel()
+    targets, entries = len(experts), experts.numel()
     if experts.shape != probabilities.shape or not (experts.is_contiguous() and probabilities.is_contiguous()):
         raise ValueError(f"experts {tuple(experts.shape)}, probabilities {tuple(probabilities.shape)}: equal and contiguous")
+    if not entries:
+        return
+    if targets > MOST_TARGETS:
+        raise ValueError(f"heads name {targets} layers at a time; at most {MOST_TARGETS} are taken")
     kernels.note[(1,)](
-        *(experts, probabilities, state.chance, state.misses, entries, entries, first, state.experts),
-        *(max(32, triton.next_power_of_2(state.experts)), min(1024, triton.next_power_of_2(entries)), targets),
+        *(experts, probabilities, state.chance, state.misses, entries, entries // targets, first, state.experts),
+        *(max(32, triton.next_power_of_2(targets * state.experts)), min(1024, triton.next_power_of_2(entries))),
         num_warps=1,
     )
 
 
+def spare(state: Residents, now: int) -> None:
+    """Leaves slots that `pick` at number `now` may empty; behind the `pick` before it."""
+    kernels.spare[(1,)](
+        *(state.coming, state.averages, state.chance, state.expert_in, state.spares, state.until),
+        *(len(state.slots), now, state.layers, len(state.table), state.experts),
+        *(max(32, triton.next_power_of_2(len(state.slots))), state.candidates, SURE, SHARE),
+        num_warps=8,
+    )
+
+
 def pick(state: Residents, now: int, targets: int, least: float = LEAST) -> None:
-    """Chooses at most `most_copies` experts to bring, of the `targets` layers behind number `now`, and who gives way."""
+    """Chooses at most `most_copies` experts to bring, of the `targets` layers behind number `now`, and which of the slots that
+    `spare` found give way."""
     kernels.pick[(1,)](
         *(state.table, state.coming, state.active, state.averages, state.chance, state.home, state.expert_in),
-        *(state.unused, state.jobs[now], state.counters, state.first_slot, len(state.slots), now, now + 1, targets),
-        *(state.layers, len(state.table), least, state.experts, max(32, triton.next_power_of_2(state.experts)), 4),
-        *(max(32, triton.next_power_of_2(len(state.slots))), state.most_copies, WORTH, SURE, SHARE),
+        *(state.unused, state.spares, state.until, state.jobs[now], state.counters, state.first_slot, len(state.slots)),
+        *(now, now + 1, targets, state.layers, len(state.table), least, state.experts),
+        *(max(32, triton.next_power_of_2(state.experts)), 4, state.candidates, state.most_copies, WORTH, SURE, SHARE),
         num_warps=8,
     )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 COUNTERS = ("hits", "late", "misses", "resident", "brought", "wasted", "waits")
+MOST_TARGETS = 2  # layers that heads name at a time
 
 
 @dataclass
@@ -57,9 +58,12 @@ class Residents:
         self.averages = torch.full((2, total), 1.0 / self.experts, device=device)  # of use: quick and slow to forget
         self.chance = torch.zeros(total, device=device)  # that the next call needs it, as heads say
         self.jobs = ints(self.layers, self.most_copies, 2) - 1  # what `pick` chose at each layer's gate
+        self.candidates = 1 << (2 * self.most_copies - 1).bit_length()  # twice as many as one `pick` may take
+        self.spares = ints(self.candidates) - 1  # slots that the next `pick` may empty
+        self.until = torch.zeros(self.candidates, device=device)  # calls until their experts are expected to be needed
         self.arrived = ints(self.most_copies)  # programs of `bring` that are done with a job
         self.counts = ints(self.experts)  # scratch of `enter`
-        self.misses = torch.zeros(self.experts, device=device)  # scratch of `note`
+        self.misses = torch.zeros(MOST_TARGETS * self.experts, device=device)  # scratch of `note`
         self.rows = ints(self.experts)  # what `enter` found for the layer at hand
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
 

@@ -1,7 +1,7 @@
-"""The device's side of residency, in four launches; see `state.py` for what their arguments hold.
+"""The device's side of residency, in five launches; see `state.py` for what their arguments hold.
 
-`enter` and the layer's expert kernels follow one another on one stream, `pick`s on a second, `bring`s on a third, each behind
-its `pick`, and nothing else orders these. Three rules make that safe:
+`enter` and the layer's expert kernels follow one another on one stream, `pick`s and `spare`s on a second, `bring`s on a third,
+each behind its `pick`, and nothing else orders these. Three rules make that safe:
 
 1. A slot is overwritten only after its expert's row in the table points to host memory again, and not while the layer it
    belongs to is at work. `enter` exchanges `active` before it reads the table; `pick` changes the table before it reads
@@ -108,40 +108,59 @@ def _found(table, coming, at, needed, first_slot, slots, PATIENCE: tl.constexpr)
 @triton.jit(do_not_specialize=["entries", "per_target", "first"])
 def note(
     experts, probabilities, chance, misses, entries, per_target, first, E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr,
-    TARGETS: tl.constexpr,
 ):  # fmt: skip
-    """One program. chance of TARGETS consecutive layers from `first` on = 1 - prod(1 - p) over what rows name: [D, entries].
+    """One program. chance of consecutive layers from `first` on = 1 - prod(1 - p) over what rows name: entries = D * per_target.
 
     Whatever heads say, numbers come out: ids that are no experts and probabilities that are no numbers count as not named.
     """
+    for start in range(0, entries, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        expert = tl.load(experts + at, mask=at < entries, other=-1).to(tl.int32)
+        p = tl.load(probabilities + at, mask=at < entries, other=0.0).to(tl.float32)
+        use = (expert >= 0) & (expert < E) & (p > 0.0)
+        missed = tl.log(1.0 - tl.minimum(tl.where(use, p, 0.0), 0.999999))
+        tl.atomic_add(misses + at // per_target * E + expert, missed, mask=use, sem="relaxed")
+    tl.debug_barrier()
     e = tl.arange(0, EP)
-    for target in tl.static_range(TARGETS):
-        for start in range(0, entries, BLOCK):
-            lane = start + tl.arange(0, BLOCK)
-            at = target * per_target + lane
-            expert = tl.load(experts + at, mask=lane < entries, other=-1).to(tl.int32)
-            p = tl.load(probabilities + at, mask=lane < entries, other=0.0).to(tl.float32)
-            use = (expert >= 0) & (expert < E) & (p > 0.0)
-            tl.atomic_add(misses + expert, tl.log(1.0 - tl.minimum(tl.where(use, p, 0.0), 0.999999)), mask=use, sem="relaxed")
-        tl.debug_barrier()
-        missed = tl.load(misses + e, mask=e < E, other=0.0, volatile=True)
-        tl.store(chance + (first + target) * E + e, 1.0 - tl.exp(missed), mask=e < E)
-        tl.store(misses + e, tl.zeros([EP], tl.float32), mask=e < E)
-        tl.debug_barrier()
+    real = e < entries // per_target * E
+    missed = tl.load(misses + e, mask=real, other=0.0, volatile=True)
+    tl.store(chance + first * E + e, 1.0 - tl.exp(missed), mask=real)
+    tl.debug_barrier()  # every thread has read before one of them writes
+    tl.store(misses + e, tl.zeros([EP], tl.float32), mask=real)
+
+
+@triton.jit(do_not_specialize=["slots", "now", "layers", "total"])
+def spare(
+    coming, averages, chance, expert_in, spares, until, slots, now, layers, total,
+    E: tl.constexpr, SP: tl.constexpr, CP: tl.constexpr, SURE: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """One program. spares [CP] = slots whose experts are expected to be needed last, as seen from the gate of layer `now`, -1
+    for none; until [CP]: calls until then. Ahead of that gate, since looking through all slots takes longer than a choice."""
+    s = tl.arange(0, SP)
+    held = tl.load(expert_in + s, mask=s < slots, other=-1)
+    there = (s < slots) & (held >= 0) & (held // E != now)  # that layer will be at work
+    calls = _victims(coming, averages, chance, held, there, now, layers, total, E, SURE, SHARE)
+    calls = tl.where((s < slots) & (held < 0), 1e9, calls)
+    for place in tl.static_range(CP):
+        longest = tl.max(calls, 0)
+        out = tl.argmax(calls, 0)
+        calls = tl.where(s == out, -1.0, calls)
+        tl.store(spares + place, tl.where(longest > 0.0, out, -1))
+        tl.store(until + place, longest)
 
 
 @triton.jit(do_not_specialize=["first_slot", "slots", "now", "first", "targets", "layers", "total"])
 def pick(
-    table, coming, active, averages, chance, home, expert_in, unused, jobs, counters,
+    table, coming, active, averages, chance, home, expert_in, unused, spares, until, jobs, counters,
     first_slot, slots, now, first, targets, layers, total, least,
-    E: tl.constexpr, EP: tl.constexpr, DP: tl.constexpr, SP: tl.constexpr, COPIES: tl.constexpr, WORTH: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr, COPIES: tl.constexpr, WORTH: tl.constexpr,
     SURE: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """One program, at the gate of layer `now`. jobs [COPIES, 2] = (expert, slot) to be brought, -1 for none.
 
     Wishes are the missing experts of layers `first` .. first + targets with a chance of WORTH, nearer layers first, likelier
-    ones first; a victim is the slot whose expert is expected to be needed last, and later than the wish. `least`: such a
-    chance is also given to what layer `now` itself missed, for its next visit.
+    ones first; a victim is the one of `spares` whose expert is expected to be needed last, and later than the wish. `least`:
+    such a chance is also given to what layer `now` itself missed, for its next visit.
     """
     c = tl.arange(0, DP * EP)
     ahead, e = c // EP, c % EP
@@ -150,11 +169,8 @@ def pick(
     wish = target * E + e
     score, p = _wishes(table, coming, averages, chance, home, wish, ahead, real, first_slot, slots, targets, total, least,
                        DP, WORTH, SHARE)  # fmt: skip
-    s = tl.arange(0, SP)
-    held = tl.load(expert_in + s, mask=s < slots, other=-1)
-    there = (s < slots) & (held >= 0) & (held // E != now)  # that layer is at work
-    until = _victims(coming, averages, chance, held, there, now, layers, total, E, SURE, SHARE)
-    until = tl.where((s < slots) & (held < 0), 1e9, until)
+    s = tl.arange(0, CP)
+    slot_of, calls, held = _spared(coming, chance, expert_in, spares, until, now, E, CP, SURE)
     for job in tl.static_range(COPIES):
         best = tl.max(score, 0)
         number = tl.full([], -1, tl.int32)
@@ -166,12 +182,14 @@ def pick(
             sure = tl.sum(tl.where(mine, p, 0.0), 0)
             away = (tl.sum(tl.where(mine, target, 0), 0) - now - 1 + layers) % layers + 1
             score = tl.where(mine, -1.0, score)
-            longest = tl.max(until, 0)
+            longest = tl.max(calls, 0)
             if longest > away.to(tl.float32) + layers / sure - layers:
-                out = tl.argmax(until, 0)
-                until = tl.where(s == out, -1.0, until)
-                old = tl.sum(tl.where(s == out, held, 0), 0)
+                taken = s == tl.argmax(calls, 0)
+                calls = tl.where(taken, -1.0, calls)
+                old = tl.sum(tl.where(taken, held, 0), 0)
+                out = tl.sum(tl.where(taken, slot_of, 0), 0)
                 if _vacate(table, active, home, old, first_slot + out, E):
+                    tl.store(spares + s, tl.zeros([CP], tl.int32) - 1, mask=taken)
                     tl.atomic_add(counters + 5, tl.load(unused + out).to(tl.int64), sem="relaxed")
                     tl.atomic_add(counters + 4, tl.full([], 1, tl.int64), sem="relaxed")
                     tl.store(unused + out, 1)
@@ -181,6 +199,18 @@ def pick(
                     slot = out.to(tl.int32)
         tl.store(jobs + 2 * job, number)
         tl.store(jobs + 2 * job + 1, slot)
+
+
+@triton.jit
+def _spared(coming, chance, expert_in, spares, until, now, E: tl.constexpr, CP: tl.constexpr, SURE: tl.constexpr):
+    """([CP] slots, calls until their experts are needed, -1 for those that must not go after all; their experts)."""
+    s = tl.arange(0, CP)
+    slot = tl.load(spares + s)
+    held = tl.load(expert_in + slot, mask=slot >= 0, other=-1)
+    real = held >= 0
+    kept = tl.load(coming + held, mask=real, other=0, volatile=True) != 0  # its bytes are still on their way
+    kept = kept | (tl.load(chance + held, mask=real, other=0.0) >= SURE) | (real & (held // E == now))
+    return slot, tl.where((slot >= 0) & (kept == 0), tl.load(until + s), -1.0), held
 
 
 @triton.jit
