@@ -2,8 +2,8 @@
 
 Popularities are log-normal (sigma 1) per layer; a token keeps an expert of the token before with probability 0.4. A hint
 names each expert that a layer will choose with probability `recall` (chance 0.9), and two wrong ones (chance 0.3); every
-layer but the first is hinted, two layers ahead and one. All experts' weights are those of DISTINCT blobs: bytes and times matter
-here, not answers.
+layer but the first is hinted, two layers ahead and one. All experts' weights are those of DISTINCT blobs: bytes and times
+matter here, not answers.
 """
 
 from __future__ import annotations

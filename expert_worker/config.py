@@ -62,14 +62,15 @@ class ExpertConfig(ServiceConfig):
         choices=("stored", "int8", "int4"),
     )
     miss: str = setting(
-        "wait",
-        """How an expert that is in no slot is evaluated. wait: once the host has copied it into one. in-place: where it is. A
-        GPU's kernels read it from pinned host memory, at about the speed of a copy, and which experts come into slots is
-        decided and done by the GPU; a CPU makes no slots for experts as stored, since they would be copies in the same memory
-        (of no effect there with --experts int8 and int4, which slots hold unpacked). GPUs only: cpu: on the CPU, from host
-        memory; auto: wait or cpu, whichever ends sooner by measured times. Answers of wait and in-place repeat bit for bit;
-        cpu forms sums in another order, so near-ties may fall either way.""",
-        choices=("in-place", "wait", "cpu", "auto"),
+        "auto",
+        """How an expert that is in no slot is evaluated. auto: in-place on a GPU, wait on a CPU. wait: once the host has copied
+        it into one. in-place: where it is. A GPU's kernels read it from pinned host memory, at about the speed of a copy, and
+        which experts come into slots is decided and done by the GPU (--placed, and placements that differ between layers, wait
+        instead); a CPU makes no slots for experts as stored, since they would be copies in the same memory (of no effect there
+        with --experts int8 and int4, which slots hold unpacked). GPUs only: cpu: on the CPU, from host memory; sooner: wait or
+        cpu, whichever ends sooner by measured times. Answers of wait and in-place repeat bit for bit; cpu forms sums in another
+        order, so near-ties may fall either way.""",
+        choices=("auto", "in-place", "wait", "cpu", "sooner"),
     )
     cache_dir: str = setting(
         "~/.cache/forefetch",

@@ -109,7 +109,7 @@ class Loader:
             packed = (spec, checkpoint, held[spec.moe_layers[0]], format)
             if storage.slots == sum(map(len, held.values())):
                 return PackedExperts(*packed, max_rows=config.max_rows, **how)
-            if config.miss == "in-place":
+            if config.miss in ("auto", "in-place"):
                 return InPlaceExperts(*packed, slots=storage.slots, cache=storage.cache, max_rows=config.max_rows, **how)
         if not storage.places and storage.slots == sum(map(len, held.values())):
             return Experts(spec, checkpoint, held, storage, **how)

@@ -115,7 +115,7 @@ class SlottedExperts(Experts):
             return [missing[place] for place in self.miss_times.on_host(counts, residency.prefetcher.copy_ns, under_way)]
 
         uses = uses_of(list(pairs.values()), rows)
-        return Visit(residency, key, list(pairs), uses, elsewhere if self._miss in ("cpu", "auto") else None)
+        return Visit(residency, key, list(pairs), uses, elsewhere if self._miss in ("cpu", "sooner") else None)
 
     def _on_host(self, x: Tensor, weights: Tensor, numbers: Ints, experts: list[int]) -> OnHost | None:
         """Evaluates missing experts on the CPU while copies are under way."""

@@ -54,10 +54,10 @@ class ClusterConfig(Config):
         memory and are copied when they are needed.""",
     )
     miss: str = setting(
-        "wait",
-        """How a worker evaluates an expert that is in no slot: once it was copied (wait), where it is (in-place), or on a
-        GPU's host (cpu, auto); `python -m expert_worker --help` says more.""",
-        choices=("wait", "in-place", "cpu", "auto"),
+        "auto",
+        """How a worker evaluates an expert that is in no slot: once it was copied (wait; auto on a CPU), where it is (in-place;
+        auto on a GPU), or on a GPU's host (cpu, sooner); `python -m expert_worker --help` says more.""",
+        choices=("auto", "in-place", "wait", "cpu", "sooner"),
     )
     placement: str = setting(
         "", "Placement file that `forefetch place` made: which worker holds which experts. Unset: equal parts."

@@ -66,10 +66,10 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
         addresses.""",
     )
     miss: str = setting(
-        "wait",
-        """How the local worker evaluates an expert that is in no slot, see the worker's --miss. With in-place on a GPU, steps
-        with fewer slots than experts are recorded as those with all are, and heads with them.""",
-        choices=("in-place", "wait", "cpu", "auto"),
+        "auto",
+        """How the local worker evaluates an expert that is in no slot, see the worker's --miss. With in-place on a GPU, which
+        auto is there, steps with fewer slots than experts are recorded as those with all are, and heads with them.""",
+        choices=("auto", "in-place", "wait", "cpu", "sooner"),
     )
     experts: str = setting(
         "stored",

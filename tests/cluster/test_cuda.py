@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cluster_calls import SMALL, Router
-from reference_model import CASES, Oracle
+from reference_model import CASES, Case, Oracle, build
 
 from forefetch.cluster import Cluster, ClusterConfig, Extra
 
@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 FLOAT32 = ("--dtype=float32",)
+WIDE = Case("qwen3-wide", "qwen3_moe", {**CASES["qwen3"].config, "moe_intermediate_size": 64})  # kernels take multiples of 32
 
 
 @pytest.mark.parametrize(
@@ -35,4 +36,17 @@ def test_64_greedy_tokens_equal_on_a_gpu(
         router = Router(cluster.address)
         assert router.generate(prompt, 64).tokens == expected
         assert router.describe().device.startswith("cuda")
+        router.close()
+
+
+@pytest.mark.parametrize(("link", "miss"), [("local", "wait"), ("local", "auto"), ("grpc", "auto")])
+def test_half_of_the_experts_in_slots(link: str, miss: str, tmp_path: Path) -> None:
+    """Moved by the host, or by the GPU itself, in a recorded step or between calls."""
+    folder = build(WIDE, tmp_path)
+    prompt, expected = CASES["qwen3"].prompt, Oracle(folder).greedy(CASES["qwen3"].prompt, 64)
+    how = {"workers": 1, "link": link, "slots": "50%", "miss": miss, "kv": False, "port": 0, "device": "cuda", "start_s": 120.0}
+    config = ClusterConfig(model=str(folder), **how)  # type: ignore[arg-type]
+    with Cluster.start(config, extra=Extra(router=(*SMALL, *FLOAT32), worker=FLOAT32)) as cluster:
+        router = Router(cluster.address)
+        assert [router.generate(prompt, 64).tokens for _ in range(2)] == [expected] * 2
         router.close()

@@ -90,7 +90,7 @@ def broken(slot: int, number: int) -> Wait:
     raise OSError("copy failed")
 
 
-@pytest.mark.parametrize("miss", ["cpu", "auto"])
+@pytest.mark.parametrize("miss", ["cpu", "sooner"])
 def test_missing_experts_on_the_host_are_the_same_experts(miss: str) -> None:
     """Scaled once, like those in slots; other summation order."""
     whole, few = make("int8", 3, miss=miss)

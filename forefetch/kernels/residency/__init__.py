@@ -1,8 +1,8 @@
 """Which experts sit in fast slots, kept by the device itself: kernels that look, choose and copy without the host.
 
 `state.py` says what they share. Four launches: `enter` when a layer knows its experts, `pick` to choose copies, `bring` to
-copy, `spare` to find victims for the next `pick`; `note` leaves what heads say where those find it. An expert that is in no slot is read in place, from host
-memory.
+copy, `spare` to find victims for the next `pick`; `note` leaves what heads say where those find it. An expert that is in no
+slot is read in place, from host memory.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def pick(state: Residents, now: int, targets: int, least: float = LEAST) -> None
         *(state.unused, state.spares, state.until, state.jobs[now], state.counters, state.first_slot, len(state.slots)),
         *(now, now + 1, targets, state.layers, len(state.table), least, state.experts),
         *(max(32, triton.next_power_of_2(state.experts)), 4, state.candidates, state.most_copies, WORTH, SURE, SHARE),
-        num_warps=8,
+        num_warps=4,
     )
 
 

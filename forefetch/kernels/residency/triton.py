@@ -109,7 +109,7 @@ def _found(table, coming, at, needed, first_slot, slots, PATIENCE: tl.constexpr)
 def note(
     experts, probabilities, chance, misses, entries, per_target, first, E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program. chance of consecutive layers from `first` on = 1 - prod(1 - p) over what rows name: entries = D * per_target.
+    """One program. chance of consecutive layers from `first` on = 1 - prod(1 - p) over what rows name; [D, per_target] entries.
 
     Whatever heads say, numbers come out: ids that are no experts and probabilities that are no numbers count as not named.
     """
@@ -141,7 +141,7 @@ def spare(
     there = (s < slots) & (held >= 0) & (held // E != now)  # that layer will be at work
     calls = _victims(coming, averages, chance, held, there, now, layers, total, E, SURE, SHARE)
     calls = tl.where((s < slots) & (held < 0), 1e9, calls)
-    for place in tl.static_range(CP):
+    for place in range(CP):
         longest = tl.max(calls, 0)
         out = tl.argmax(calls, 0)
         calls = tl.where(s == out, -1.0, calls)
@@ -171,7 +171,7 @@ def pick(
                        DP, WORTH, SHARE)  # fmt: skip
     s = tl.arange(0, CP)
     slot_of, calls, held = _spared(coming, chance, expert_in, spares, until, now, E, CP, SURE)
-    for job in tl.static_range(COPIES):
+    for job in range(COPIES):  # a loop: in a step code is in no cache, and is read once
         best = tl.max(score, 0)
         number = tl.full([], -1, tl.int32)
         slot = tl.full([], -1, tl.int32)
