@@ -119,14 +119,14 @@ class KvClient:
 
     def locate(self, keys: Sequence[Key], timeout_s: float = CALL_S, metadata: Metadata = ()) -> tuple[int, int]:
         """`look_up`, and how many of these blocks would have to be read from disk."""
-        request = pb.LookUpRequest(digests=[key.digest for key in keys])
+        request = pb.LookUpRequest(digests=_digests(keys))
         with _errors():
             reply = self._stub.LookUp(request, timeout=timeout_s, metadata=self._metadata(metadata))
         return reply.held, reply.on_disk
 
     def find_last(self, keys: Sequence[Key], timeout_s: float = CALL_S, metadata: Metadata = ()) -> int:
         """How many keys there are up to the last that is held, whatever is missing before it; 0: none is."""
-        request = pb.LookUpRequest(digests=[key.digest for key in keys], last=True)
+        request = pb.LookUpRequest(digests=_digests(keys), last=True)
         with _errors():
             return self._stub.LookUp(request, timeout=timeout_s, metadata=self._metadata(metadata)).held
 
@@ -207,6 +207,10 @@ def _errors() -> Iterator[None]:
         raise rpc.error_of(error) from None
     except ValueError:  # what gRPC says of a closed channel
         raise Cancelled("the client is closed") from None
+
+
+def _digests(keys: Sequence[Key]) -> bytes:
+    return b"".join([key.digest for key in keys])
 
 
 def _wire_key(key: Key) -> pb.BlockKey:

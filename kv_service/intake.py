@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -43,6 +44,16 @@ def check_digest(digest: bytes, field: str) -> None:
     """BadRequest unless it has a digest's size."""
     if len(digest) != DIGEST_BYTES:
         raise BadRequest(field, f"must be {DIGEST_BYTES} bytes, is {len(digest)}")
+
+
+def read_digests(packed: bytes, limit: int) -> tuple[bytes, ...]:
+    """Digests of a LookUp."""
+    count, rest = divmod(len(packed), DIGEST_BYTES)
+    if rest:
+        raise BadRequest("digests", f"must be {DIGEST_BYTES} bytes each, are {len(packed)} in all")
+    if count > limit:
+        raise BadRequest("digests", f"must be at most {limit}, are {count}")
+    return struct.unpack(f"{DIGEST_BYTES}s" * count, packed)
 
 
 def read_key(key: pb.BlockKey, field: str) -> Key:

@@ -24,11 +24,14 @@ class Labels:
 
     def __init__(self, tenants: Mapping[bytes, str] | None = None, origins: Mapping[bytes, bytes] | None = None) -> None:
         self._tenants, self._origins = dict(tenants or {}), dict(origins or {})
+        self._tags: dict[str, bytes] = {}
 
     def tag(self, tenant: str) -> bytes:
         """The tenant's tag; its name is remembered."""
-        tag = tag_of(tenant)
-        self._tenants[tag] = tenant
+        tag = self._tags.get(tenant)
+        if tag is None:
+            tag = self._tags[tenant] = tag_of(tenant)
+            self._tenants[tag] = tenant
         return tag
 
     def origin(self, text: bytes) -> bytes:

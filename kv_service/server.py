@@ -25,7 +25,7 @@ from forefetch.version import VERSION
 from kv_service import operators
 from kv_service.config import KvConfig
 from kv_service.disk import Disk, take_lock
-from kv_service.intake import Intake, check_digest, read_keys
+from kv_service.intake import Intake, read_digests, read_keys
 from kv_service.parts import Packer
 from kv_service.session_log import SessionLogs
 from kv_service.session_rows import check_record, check_session_id
@@ -149,11 +149,7 @@ class KvServicer(pb_grpc.KvServiceServicer):
         """The longest contiguous prefix that is held, or the last held block."""
         tag = self._tag(context)
         with self._exporter.server_span(context.invocation_metadata(), names.KV_LOOK_UP):
-            digests = list(request.digests)
-            if len(digests) > MAX_KEYS:
-                raise BadRequest("digests", f"must be at most {MAX_KEYS}, are {len(digests)}")
-            for digest in digests:
-                check_digest(digest, "digests")
+            digests = read_digests(request.digests, MAX_KEYS)
             if request.last:
                 return pb.LookUpResponse(held=self.vault.find_last(tag, digests))
             held, on_disk = self.vault.look_up(tag, digests)

@@ -1,9 +1,8 @@
 """Which blocks are held. Pure: times are arguments; the bytes are the caller's, who also holds a lock.
 
-A block is RESERVED (its bytes are counted and on their way), then SEALED (visible, at once and whole), then gone. `commit`
-is compare-and-set: it takes effect only while the index holds that very reservation, so a writer who was overtaken changes
-nothing. What is evicted, dropped and written is
-decided in `room`.
+A block is RESERVED (its bytes are counted and on their way), then SEALED (visible, at once and whole), then gone. The index
+holds sealed blocks alone. `commit` is compare-and-set: it takes effect only while that very reservation stands, so a writer who
+was overtaken changes nothing. What is evicted, dropped and written is decided in `room`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import takewhile
+from typing import cast
 
 from kv_service.keys import Key
 from kv_service.store_order import Entry, State
@@ -89,12 +90,13 @@ class Store:
         self.bytes = 0  # of sealed blocks
         self.blocks = 0
         self._index: dict[bytes, Entry] = {}
+        self._coming: dict[bytes, Entry] = {}  # reserved
         self._children: Counter[bytes] = Counter()
         self.room = Room(limits, lambda entry: not self._children[entry.name], self._remove)
 
     def __iter__(self) -> Iterator[Entry]:
         """The blocks held now."""
-        return iter([entry for entry in self._index.values() if entry.state is State.SEALED])
+        return iter(list(self._index.values()))
 
     def children(self, entry: Entry) -> int:
         """How many blocks, held or on their way, follow this one."""
@@ -105,13 +107,13 @@ class Store:
     def reserve(self, tag: bytes, key: Key, size: int, until: float, now: float) -> Reservation | Outcome:
         """Room for a block that is to be whole by `until`, evicting what must go. BUSY and NO_ROOM leave nothing behind."""
         name = tag + key.digest
-        held = self._index.get(name)
+        held = self._index.get(name) or self._coming.get(name)
         if held is not None and (held.state is State.SEALED or now < held.deadline):
             return Reservation(held, kept=False)
         if held is not None:
             self._remove(held)
         entry = Entry(name, tag, tag + key.parent, pack(key.token_ids), key.position, size, deadline=until)
-        self._insert(entry)  # before room is made: the block before it must not count as a leaf
+        self._insert(entry, self._coming)  # before room is made: the block before it must not count as a leaf
         fits = self.room.take(entry)
         if fits:
             return Reservation(entry, kept=True)
@@ -123,8 +125,9 @@ class Store:
         entry = place.entry
         if not place.kept:
             return self._compare(place, checksum)
-        if self._index.get(entry.name) is not entry:
+        if self._coming.get(entry.name) is not entry:
             return self.refuse(Outcome.STALE)
+        self._index[entry.name] = self._coming.pop(entry.name)
         entry.state, entry.checksum, entry.origin = State.SEALED, checksum, origin
         self._count(entry, 1)
         self.counters.stored += 1
@@ -133,12 +136,12 @@ class Store:
 
     def _compare(self, place: Reservation, checksum: bytes) -> Outcome:
         held = self._index.get(place.entry.name)
-        if held is None or held.state is not State.SEALED:
+        if held is None:
             return self.refuse(Outcome.STALE)
         if held.checksum != checksum:
             return self.refuse(Outcome.CONFLICT)
         self.counters.duplicates += 1
-        self.room.touch((held,))
+        self.room.touch(held)
         return Outcome.HELD
 
     def abort(self, place: Reservation) -> Outcome:
@@ -160,7 +163,7 @@ class Store:
     def load(self, entry: Entry) -> None:
         """A block that was found on disk at start."""
         entry.state, entry.on_disk = State.SEALED, True
-        self._insert(entry)
+        self._insert(entry, self._index)
         self._count(entry, 1)
         self.room.settle(entry)
 
@@ -168,24 +171,30 @@ class Store:
 
     def look_up(self, tag: bytes, digests: Sequence[bytes]) -> tuple[int, int]:
         """How many digests, from the first on, are held, and how many of these on disk alone; they count as used."""
-        index, found = self._index, []
-        for digest in digests:
-            entry = index.get(tag + digest)
-            if entry is None or entry.state is not State.SEALED:
-                break
-            found.append(entry)
+        names = [tag + digest for digest in digests]
+        found = cast("list[Entry]", list(takewhile(bool, map(self._index.get, names))))
         self.counters.hits += len(found)
         self.counters.misses += len(digests) - len(found)
-        self.room.touch(found)
-        return len(found), sum(not entry.in_memory for entry in found)
+        if found:
+            self._use(found, names)
+        return len(found), [entry.in_memory for entry in found].count(False)
+
+    def _use(self, found: Sequence[Entry], names: Sequence[bytes]) -> None:
+        """Counts the use of held blocks by touching the last of each run that is contiguous."""
+        parents = [entry.parent for entry in found[1:]]
+        if parents != names[: len(parents)]:  # a replica's share of a chain: several runs
+            for entry, name, after in zip(found, names, parents, strict=False):
+                if name != after:
+                    self.room.touch(entry)
+        self.room.touch(found[-1])
 
     def find_last(self, tag: bytes, digests: Sequence[bytes]) -> int:
         """How many digests there are up to the last that is held, whose block counts as used; 0: none is."""
         for count in range(len(digests), 0, -1):
             entry = self._index.get(tag + digests[count - 1])
-            if entry is not None and entry.state is State.SEALED:
+            if entry is not None:
                 self.counters.hits += 1
-                self.room.touch((entry,))
+                self.room.touch(entry)
                 return count
         self.counters.misses += 1
         return 0
@@ -193,11 +202,11 @@ class Store:
     def lease(self, tag: bytes, key: Key) -> Entry | None:
         """The block, kept where it is until `release`, if it is held with the same tokens after the same block."""
         entry = self._index.get(tag + key.digest)
-        if entry is None or entry.state is not State.SEALED:
+        if entry is None:
             return None
         if entry.parent != tag + key.parent or entry.tokens != pack(key.token_ids):
             return None
-        self.room.touch((entry,))
+        self.room.touch(entry)
         self.room.lease(entry)
         return entry
 
@@ -218,19 +227,20 @@ class Store:
 
     # ---- inside ----
 
-    def _insert(self, entry: Entry) -> None:
-        self._index[entry.name] = entry
+    def _insert(self, entry: Entry, where: dict[bytes, Entry]) -> None:
+        where[entry.name] = entry
         self._children[entry.parent] += 1
 
     def _forget(self, entry: Entry) -> State:
-        """Takes a block out of the index; what state it was in."""
+        """Takes a block out; what state it was in."""
         was, entry.state = entry.state, State.GONE
-        del self._index[entry.name]
+        del (self._index if was is State.SEALED else self._coming)[entry.name]
         self._children[entry.parent] -= 1
         if not self._children[entry.parent]:
             del self._children[entry.parent]
-            if (before := self._index.get(entry.parent)) is not None:
-                self.room.offer(before)
+        if (before := self._index.get(entry.parent)) is not None:
+            before.inherit(entry)
+            self.room.offer(before)
         return was
 
     def _remove(self, entry: Entry) -> None:

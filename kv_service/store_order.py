@@ -3,6 +3,9 @@
 A block's rank is the clock at its last use plus what computing it again costs per byte. The least rank goes first and becomes
 the clock, so what is not used sinks, costly and small blocks more slowly (Cao and Irani, "Cost-aware WWW proxy caching
 algorithms", 1997). Equal ranks go in the order of their last use.
+
+A use of a block is one of every block before it in its chain. None of those can go before it does, so they hear of it only
+then: a block that goes hands on its rank, and a use of a thousand blocks costs no more than one of the last.
 """
 
 from __future__ import annotations
@@ -48,13 +51,24 @@ class Entry:
     on_disk: bool = False
     dirty: bool = False  # to be written, or being written
     rank: float = 0.0
-    used: int = 0
+    seen: float = 0.0  # the clock at its last use
+    used: int = 0  # number of its last use
     queued: bool = False
     worth: float = 0.0
 
     def __post_init__(self) -> None:
         # Recompute cost per byte, in tokens of a first block.
         self.worth = len(self.tokens) / 4 * (1 + self.position / ATTENTION_TOKENS) / self.size
+
+    def use(self, clock: float, number: int) -> None:
+        """It is used at this time of the clock."""
+        self.used, self.seen = number, clock
+        self.rank = max(self.rank, clock + self.worth)
+
+    def inherit(self, entry: Entry) -> None:
+        """The block after this one goes: what it was worth, and its uses, are this one's now."""
+        self.used, self.seen = max(self.used, entry.used), max(self.seen, entry.seen)
+        self.rank = max(self.rank, entry.rank, self.seen + self.worth)
 
     @property
     def indexed(self) -> int:

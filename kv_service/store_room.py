@@ -1,7 +1,7 @@
 """Room for blocks in memory and on disk, and who gives way. Pure; part of the store, which holds the index.
 
 Without a disk, memory is the blocks' home: what leaves it is evicted. With one, the disk is; memory then holds what is on its
-way there (dirty) and, as long as there is room, what was used last (warm). What is decided here the caller carries out:
+way there (dirty) and, as long as there is room, what was read last (warm). What is decided here the caller carries out:
 names in `dropped` leave memory, entries from `take_doomed` leave the disk, and `deleted` says that they have.
 """
 
@@ -103,7 +103,7 @@ class Room:
     def seal(self, entry: Entry) -> None:
         """A reserved block is whole and in memory."""
         entry.in_memory = True
-        self.touch((entry,))
+        self.touch(entry)
         if self.limits.disk:
             entry.dirty = True
             self._dirty.append(entry)
@@ -116,25 +116,20 @@ class Room:
         """A block that was found on disk at start."""
         self._charge(entry, 1)
         self.on_disk += 1
-        self.touch((entry,))
+        self.touch(entry)
         self.offer(entry)
 
-    def touch(self, chain: Sequence[Entry]) -> None:
-        """A use of blocks of one chain, in its order. What comes before in it is never worth less than what comes after."""
-        rank, clock, ticks = 0.0, self._clock, self._ticks
-        for entry in reversed(chain):
-            ticks += 1
-            entry.used = ticks
-            rank = max(rank, entry.rank, clock + entry.worth)
-            entry.rank = rank
-            if entry.name in self._warm:
-                self._warm.move_to_end(entry.name)
-        self._ticks = ticks
+    def touch(self, entry: Entry) -> None:
+        """A use of a block, and so of those before it in its chain."""
+        self._ticks += 1
+        entry.use(self._clock, self._ticks)
 
     def lease(self, entry: Entry) -> None:
         """A reader needs the block where it is."""
         entry.leases += 1
         self._restless += 1
+        if entry.name in self._warm:
+            self._warm.move_to_end(entry.name)
 
     def release(self, entry: Entry) -> None:
         """Ends a lease."""

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x66orefetch/v1/kv.proto\x12\x0c\x66orefetch.v1\"\x1a\n\x18KvServiceDescribeRequest\"p\n\x19KvServiceDescribeResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x04\x12\x17\n\x0fmax_block_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\t\"O\n\x08\x42lockKey\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08position\x18\x04 \x01(\r\"{\n\tBlockPart\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.forefetch.v1.BlockKey\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x0c\"\x9b\x01\n\x0b\x42lockOrigin\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\x11\n\tkv_format\x18\x02 \x01(\t\x12\x0e\n\x06params\x18\x03 \x01(\t\x12\x0c\n\x04rope\x18\x04 \x01(\t\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\x12\x11\n\tpage_size\x18\x08 \x01(\r\"_\n\nPutRequest\x12&\n\x05parts\x18\x01 \x03(\x0b\x32\x17.forefetch.v1.BlockPart\x12)\n\x06origin\x18\x02 \x01(\x0b\x32\x19.forefetch.v1.BlockOrigin\".\n\x0bPutResponse\x12\x0e\n\x06stored\x18\x01 \x01(\r\x12\x0f\n\x07refused\x18\x02 \x01(\r\".\n\rLookUpRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x0c\x12\x0c\n\x04last\x18\x02 \x01(\x08\"/\n\x0eLookUpResponse\x12\x0c\n\x04held\x18\x01 \x01(\r\x12\x0f\n\x07on_disk\x18\x02 \x01(\r\"2\n\nGetRequest\x12$\n\x04keys\x18\x01 \x03(\x0b\x32\x16.forefetch.v1.BlockKey\"5\n\x0bGetResponse\x12&\n\x05parts\x18\x01 \x03(\x0b\x32\x17.forefetch.v1.BlockPart\"\xe9\x01\n\rSessionRecord\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08position\x18\x03 \x01(\x04\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x18\n\x0b\x66irst_block\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rblock_digests\x18\x06 \x03(\x0c\x12\x12\n\x05state\x18\x07 \x01(\x0cH\x01\x88\x01\x01\x12\x11\n\x04tail\x18\x08 \x01(\x0cH\x02\x88\x01\x01\x12\x15\n\rtail_position\x18\t \x01(\x04\x42\x0e\n\x0c_first_blockB\x08\n\x06_stateB\x07\n\x05_tail\"D\n\x14\x41ppendSessionRequest\x12,\n\x07records\x18\x01 \x03(\x0b\x32\x1b.forefetch.v1.SessionRecord\"j\n\nSessionAck\x12-\n\x07outcome\x18\x01 \x01(\x0e\x32\x1c.forefetch.v1.SessionOutcome\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\"?\n\x15\x41ppendSessionResponse\x12&\n\x04\x61\x63ks\x18\x01 \x03(\x0b\x32\x18.forefetch.v1.SessionAck\"6\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x63laim\x18\x02 \x01(\x08\"\x81\x01\n\x12GetSessionResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rblock_digests\x18\x03 \x03(\x0c\x12\r\n\x05state\x18\x04 \x01(\x0c\x12\x0c\n\x04tail\x18\x05 \x01(\x0c\x12\x15\n\rtail_position\x18\x06 \x01(\x04\"\x1a\n\x18KvServiceGetStatsRequest\"\xcc\x05\n\x19KvServiceGetStatsResponse\x12\x10\n\x08uptime_s\x18\x01 \x01(\x01\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x0e\n\x06stored\x18\x07 \x01(\x04\x12\x0f\n\x07refused\x18\x08 \x01(\x04\x12\x0f\n\x07\x65victed\x18\t \x01(\x04\x12\x11\n\tconflicts\x18\n \x01(\x04\x12\x15\n\rmemory_blocks\x18\x0b \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x0c \x01(\x04\x12\x1b\n\x13memory_budget_bytes\x18\r \x01(\x04\x12\x13\n\x0b\x64isk_blocks\x18\x0e \x01(\x04\x12\x12\n\ndisk_reads\x18\x0f \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x10 \x01(\x04\x12\x13\n\x0bshort_reads\x18\x11 \x01(\x04\x12\x13\n\x0bread_errors\x18\x12 \x01(\x04\x12\x11\n\tdisk_full\x18\x13 \x01(\x04\x12\x14\n\x0cwrite_errors\x18\x14 \x01(\x04\x12\x0e\n\x06\x62roken\x18\x15 \x01(\x04\x12\x0f\n\x07no_room\x18\x16 \x01(\x04\x12\x15\n\rstale_writers\x18\x17 \x01(\x04\x12\x12\n\nduplicates\x18\x18 \x01(\x04\x12\x12\n\nslow_peers\x18\x19 \x01(\x04\x12\x18\n\x10\x64\x61maged_at_start\x18\x1a \x01(\x04\x12\x17\n\x0funauthenticated\x18\x1b \x01(\x04\x12\x10\n\x08sessions\x18\x1c \x01(\x04\x12\x15\n\rsession_bytes\x18\x1d \x01(\x04\x12\x17\n\x0fsession_records\x18\x1e \x01(\x04\x12\x14\n\x0cstale_epochs\x18\x1f \x01(\x04\x12\x18\n\x10sessions_refused\x18  \x01(\x04\x12\x18\n\x10sessions_dropped\x18! \x01(\x04\x12\x0f\n\x07index_s\x18\" \x01(\x01\"/\n\x0eInspectRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"\xc7\x01\n\x0fInspectResponse\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.forefetch.v1.BlockKey\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x0c\x12\x11\n\tin_memory\x18\x05 \x01(\x08\x12\x0f\n\x07on_disk\x18\x06 \x01(\x08\x12\x10\n\x08\x63hildren\x18\x07 \x01(\r\x12)\n\x06origin\x18\x08 \x01(\x0b\x32\x19.forefetch.v1.BlockOrigin\"\x0f\n\rVerifyRequest\"g\n\x0eVerifyResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07\x64\x61maged\x18\x03 \x01(\x04\x12\x16\n\x0e\x64\x61maged_digest\x18\x04 \x01(\x0c\x12\r\n\x05total\x18\x05 \x01(\x04*\xc4\x01\n\x0eSessionOutcome\x12\x1f\n\x1bSESSION_OUTCOME_UNSPECIFIED\x10\x00\x12\x1c\n\x18SESSION_OUTCOME_APPENDED\x10\x01\x12\x1f\n\x1bSESSION_OUTCOME_STALE_EPOCH\x10\x02\x12\x17\n\x13SESSION_OUTCOME_GAP\x10\x03\x12\x1c\n\x18SESSION_OUTCOME_CONFLICT\x10\x04\x12\x1b\n\x17SESSION_OUTCOME_NO_ROOM\x10\x05\x32\xc2\x05\n\tKvService\x12[\n\x08\x44\x65scribe\x12&.forefetch.v1.KvServiceDescribeRequest\x1a\'.forefetch.v1.KvServiceDescribeResponse\x12<\n\x03Put\x12\x18.forefetch.v1.PutRequest\x1a\x19.forefetch.v1.PutResponse(\x01\x12\x43\n\x06LookUp\x12\x1b.forefetch.v1.LookUpRequest\x1a\x1c.forefetch.v1.LookUpResponse\x12<\n\x03Get\x12\x18.forefetch.v1.GetRequest\x1a\x19.forefetch.v1.GetResponse0\x01\x12X\n\rAppendSession\x12\".forefetch.v1.AppendSessionRequest\x1a#.forefetch.v1.AppendSessionResponse\x12O\n\nGetSession\x12\x1f.forefetch.v1.GetSessionRequest\x1a .forefetch.v1.GetSessionResponse\x12[\n\x08GetStats\x12&.forefetch.v1.KvServiceGetStatsRequest\x1a\'.forefetch.v1.KvServiceGetStatsResponse\x12H\n\x07Inspect\x12\x1c.forefetch.v1.InspectRequest\x1a\x1d.forefetch.v1.InspectResponse0\x01\x12\x45\n\x06Verify\x12\x1b.forefetch.v1.VerifyRequest\x1a\x1c.forefetch.v1.VerifyResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x66orefetch/v1/kv.proto\x12\x0c\x66orefetch.v1\"\x1a\n\x18KvServiceDescribeRequest\"p\n\x19KvServiceDescribeResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x04\x12\x17\n\x0fmax_block_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\t\"O\n\x08\x42lockKey\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08position\x18\x04 \x01(\r\"{\n\tBlockPart\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.forefetch.v1.BlockKey\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x0c\"\x9b\x01\n\x0b\x42lockOrigin\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\x11\n\tkv_format\x18\x02 \x01(\t\x12\x0e\n\x06params\x18\x03 \x01(\t\x12\x0c\n\x04rope\x18\x04 \x01(\t\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\x12\x11\n\tpage_size\x18\x08 \x01(\r\"_\n\nPutRequest\x12&\n\x05parts\x18\x01 \x03(\x0b\x32\x17.forefetch.v1.BlockPart\x12)\n\x06origin\x18\x02 \x01(\x0b\x32\x19.forefetch.v1.BlockOrigin\".\n\x0bPutResponse\x12\x0e\n\x06stored\x18\x01 \x01(\r\x12\x0f\n\x07refused\x18\x02 \x01(\r\"4\n\rLookUpRequest\x12\x0c\n\x04last\x18\x02 \x01(\x08\x12\x0f\n\x07\x64igests\x18\x03 \x01(\x0cJ\x04\x08\x01\x10\x02\"/\n\x0eLookUpResponse\x12\x0c\n\x04held\x18\x01 \x01(\r\x12\x0f\n\x07on_disk\x18\x02 \x01(\r\"2\n\nGetRequest\x12$\n\x04keys\x18\x01 \x03(\x0b\x32\x16.forefetch.v1.BlockKey\"5\n\x0bGetResponse\x12&\n\x05parts\x18\x01 \x03(\x0b\x32\x17.forefetch.v1.BlockPart\"\xe9\x01\n\rSessionRecord\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08position\x18\x03 \x01(\x04\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x18\n\x0b\x66irst_block\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rblock_digests\x18\x06 \x03(\x0c\x12\x12\n\x05state\x18\x07 \x01(\x0cH\x01\x88\x01\x01\x12\x11\n\x04tail\x18\x08 \x01(\x0cH\x02\x88\x01\x01\x12\x15\n\rtail_position\x18\t \x01(\x04\x42\x0e\n\x0c_first_blockB\x08\n\x06_stateB\x07\n\x05_tail\"D\n\x14\x41ppendSessionRequest\x12,\n\x07records\x18\x01 \x03(\x0b\x32\x1b.forefetch.v1.SessionRecord\"j\n\nSessionAck\x12-\n\x07outcome\x18\x01 \x01(\x0e\x32\x1c.forefetch.v1.SessionOutcome\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\"?\n\x15\x41ppendSessionResponse\x12&\n\x04\x61\x63ks\x18\x01 \x03(\x0b\x32\x18.forefetch.v1.SessionAck\"6\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x63laim\x18\x02 \x01(\x08\"\x81\x01\n\x12GetSessionResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rblock_digests\x18\x03 \x03(\x0c\x12\r\n\x05state\x18\x04 \x01(\x0c\x12\x0c\n\x04tail\x18\x05 \x01(\x0c\x12\x15\n\rtail_position\x18\x06 \x01(\x04\"\x1a\n\x18KvServiceGetStatsRequest\"\xcc\x05\n\x19KvServiceGetStatsResponse\x12\x10\n\x08uptime_s\x18\x01 \x01(\x01\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x0e\n\x06stored\x18\x07 \x01(\x04\x12\x0f\n\x07refused\x18\x08 \x01(\x04\x12\x0f\n\x07\x65victed\x18\t \x01(\x04\x12\x11\n\tconflicts\x18\n \x01(\x04\x12\x15\n\rmemory_blocks\x18\x0b \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x0c \x01(\x04\x12\x1b\n\x13memory_budget_bytes\x18\r \x01(\x04\x12\x13\n\x0b\x64isk_blocks\x18\x0e \x01(\x04\x12\x12\n\ndisk_reads\x18\x0f \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x10 \x01(\x04\x12\x13\n\x0bshort_reads\x18\x11 \x01(\x04\x12\x13\n\x0bread_errors\x18\x12 \x01(\x04\x12\x11\n\tdisk_full\x18\x13 \x01(\x04\x12\x14\n\x0cwrite_errors\x18\x14 \x01(\x04\x12\x0e\n\x06\x62roken\x18\x15 \x01(\x04\x12\x0f\n\x07no_room\x18\x16 \x01(\x04\x12\x15\n\rstale_writers\x18\x17 \x01(\x04\x12\x12\n\nduplicates\x18\x18 \x01(\x04\x12\x12\n\nslow_peers\x18\x19 \x01(\x04\x12\x18\n\x10\x64\x61maged_at_start\x18\x1a \x01(\x04\x12\x17\n\x0funauthenticated\x18\x1b \x01(\x04\x12\x10\n\x08sessions\x18\x1c \x01(\x04\x12\x15\n\rsession_bytes\x18\x1d \x01(\x04\x12\x17\n\x0fsession_records\x18\x1e \x01(\x04\x12\x14\n\x0cstale_epochs\x18\x1f \x01(\x04\x12\x18\n\x10sessions_refused\x18  \x01(\x04\x12\x18\n\x10sessions_dropped\x18! \x01(\x04\x12\x0f\n\x07index_s\x18\" \x01(\x01\"/\n\x0eInspectRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"\xc7\x01\n\x0fInspectResponse\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x16.forefetch.v1.BlockKey\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x0c\x12\x11\n\tin_memory\x18\x05 \x01(\x08\x12\x0f\n\x07on_disk\x18\x06 \x01(\x08\x12\x10\n\x08\x63hildren\x18\x07 \x01(\r\x12)\n\x06origin\x18\x08 \x01(\x0b\x32\x19.forefetch.v1.BlockOrigin\"\x0f\n\rVerifyRequest\"g\n\x0eVerifyResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07\x64\x61maged\x18\x03 \x01(\x04\x12\x16\n\x0e\x64\x61maged_digest\x18\x04 \x01(\x0c\x12\r\n\x05total\x18\x05 \x01(\x04*\xc4\x01\n\x0eSessionOutcome\x12\x1f\n\x1bSESSION_OUTCOME_UNSPECIFIED\x10\x00\x12\x1c\n\x18SESSION_OUTCOME_APPENDED\x10\x01\x12\x1f\n\x1bSESSION_OUTCOME_STALE_EPOCH\x10\x02\x12\x17\n\x13SESSION_OUTCOME_GAP\x10\x03\x12\x1c\n\x18SESSION_OUTCOME_CONFLICT\x10\x04\x12\x1b\n\x17SESSION_OUTCOME_NO_ROOM\x10\x05\x32\xc2\x05\n\tKvService\x12[\n\x08\x44\x65scribe\x12&.forefetch.v1.KvServiceDescribeRequest\x1a\'.forefetch.v1.KvServiceDescribeResponse\x12<\n\x03Put\x12\x18.forefetch.v1.PutRequest\x1a\x19.forefetch.v1.PutResponse(\x01\x12\x43\n\x06LookUp\x12\x1b.forefetch.v1.LookUpRequest\x1a\x1c.forefetch.v1.LookUpResponse\x12<\n\x03Get\x12\x18.forefetch.v1.GetRequest\x1a\x19.forefetch.v1.GetResponse0\x01\x12X\n\rAppendSession\x12\".forefetch.v1.AppendSessionRequest\x1a#.forefetch.v1.AppendSessionResponse\x12O\n\nGetSession\x12\x1f.forefetch.v1.GetSessionRequest\x1a .forefetch.v1.GetSessionResponse\x12[\n\x08GetStats\x12&.forefetch.v1.KvServiceGetStatsRequest\x1a\'.forefetch.v1.KvServiceGetStatsResponse\x12H\n\x07Inspect\x12\x1c.forefetch.v1.InspectRequest\x1a\x1d.forefetch.v1.InspectResponse0\x01\x12\x45\n\x06Verify\x12\x1b.forefetch.v1.VerifyRequest\x1a\x1c.forefetch.v1.VerifyResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'forefetch.v1.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SESSIONOUTCOME']._serialized_start=2682
-  _globals['_SESSIONOUTCOME']._serialized_end=2878
+  _globals['_SESSIONOUTCOME']._serialized_start=2688
+  _globals['_SESSIONOUTCOME']._serialized_end=2884
   _globals['_KVSERVICEDESCRIBEREQUEST']._serialized_start=39
   _globals['_KVSERVICEDESCRIBEREQUEST']._serialized_end=65
   _globals['_KVSERVICEDESCRIBERESPONSE']._serialized_start=67
@@ -48,37 +48,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUTRESPONSE']._serialized_start=642
   _globals['_PUTRESPONSE']._serialized_end=688
   _globals['_LOOKUPREQUEST']._serialized_start=690
-  _globals['_LOOKUPREQUEST']._serialized_end=736
-  _globals['_LOOKUPRESPONSE']._serialized_start=738
-  _globals['_LOOKUPRESPONSE']._serialized_end=785
-  _globals['_GETREQUEST']._serialized_start=787
-  _globals['_GETREQUEST']._serialized_end=837
-  _globals['_GETRESPONSE']._serialized_start=839
-  _globals['_GETRESPONSE']._serialized_end=892
-  _globals['_SESSIONRECORD']._serialized_start=895
-  _globals['_SESSIONRECORD']._serialized_end=1128
-  _globals['_APPENDSESSIONREQUEST']._serialized_start=1130
-  _globals['_APPENDSESSIONREQUEST']._serialized_end=1198
-  _globals['_SESSIONACK']._serialized_start=1200
-  _globals['_SESSIONACK']._serialized_end=1306
-  _globals['_APPENDSESSIONRESPONSE']._serialized_start=1308
-  _globals['_APPENDSESSIONRESPONSE']._serialized_end=1371
-  _globals['_GETSESSIONREQUEST']._serialized_start=1373
-  _globals['_GETSESSIONREQUEST']._serialized_end=1427
-  _globals['_GETSESSIONRESPONSE']._serialized_start=1430
-  _globals['_GETSESSIONRESPONSE']._serialized_end=1559
-  _globals['_KVSERVICEGETSTATSREQUEST']._serialized_start=1561
-  _globals['_KVSERVICEGETSTATSREQUEST']._serialized_end=1587
-  _globals['_KVSERVICEGETSTATSRESPONSE']._serialized_start=1590
-  _globals['_KVSERVICEGETSTATSRESPONSE']._serialized_end=2306
-  _globals['_INSPECTREQUEST']._serialized_start=2308
-  _globals['_INSPECTREQUEST']._serialized_end=2355
-  _globals['_INSPECTRESPONSE']._serialized_start=2358
-  _globals['_INSPECTRESPONSE']._serialized_end=2557
-  _globals['_VERIFYREQUEST']._serialized_start=2559
-  _globals['_VERIFYREQUEST']._serialized_end=2574
-  _globals['_VERIFYRESPONSE']._serialized_start=2576
-  _globals['_VERIFYRESPONSE']._serialized_end=2679
-  _globals['_KVSERVICE']._serialized_start=2881
-  _globals['_KVSERVICE']._serialized_end=3587
+  _globals['_LOOKUPREQUEST']._serialized_end=742
+  _globals['_LOOKUPRESPONSE']._serialized_start=744
+  _globals['_LOOKUPRESPONSE']._serialized_end=791
+  _globals['_GETREQUEST']._serialized_start=793
+  _globals['_GETREQUEST']._serialized_end=843
+  _globals['_GETRESPONSE']._serialized_start=845
+  _globals['_GETRESPONSE']._serialized_end=898
+  _globals['_SESSIONRECORD']._serialized_start=901
+  _globals['_SESSIONRECORD']._serialized_end=1134
+  _globals['_APPENDSESSIONREQUEST']._serialized_start=1136
+  _globals['_APPENDSESSIONREQUEST']._serialized_end=1204
+  _globals['_SESSIONACK']._serialized_start=1206
+  _globals['_SESSIONACK']._serialized_end=1312
+  _globals['_APPENDSESSIONRESPONSE']._serialized_start=1314
+  _globals['_APPENDSESSIONRESPONSE']._serialized_end=1377
+  _globals['_GETSESSIONREQUEST']._serialized_start=1379
+  _globals['_GETSESSIONREQUEST']._serialized_end=1433
+  _globals['_GETSESSIONRESPONSE']._serialized_start=1436
+  _globals['_GETSESSIONRESPONSE']._serialized_end=1565
+  _globals['_KVSERVICEGETSTATSREQUEST']._serialized_start=1567
+  _globals['_KVSERVICEGETSTATSREQUEST']._serialized_end=1593
+  _globals['_KVSERVICEGETSTATSRESPONSE']._serialized_start=1596
+  _globals['_KVSERVICEGETSTATSRESPONSE']._serialized_end=2312
+  _globals['_INSPECTREQUEST']._serialized_start=2314
+  _globals['_INSPECTREQUEST']._serialized_end=2361
+  _globals['_INSPECTRESPONSE']._serialized_start=2364
+  _globals['_INSPECTRESPONSE']._serialized_end=2563
+  _globals['_VERIFYREQUEST']._serialized_start=2565
+  _globals['_VERIFYREQUEST']._serialized_end=2580
+  _globals['_VERIFYRESPONSE']._serialized_start=2582
+  _globals['_VERIFYRESPONSE']._serialized_end=2685
+  _globals['_KVSERVICE']._serialized_start=2887
+  _globals['_KVSERVICE']._serialized_end=3593
 # @@protoc_insertion_point(module_scope)

@@ -103,12 +103,12 @@ class PutResponse(_message.Message):
     def __init__(self, stored: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class LookUpRequest(_message.Message):
-    __slots__ = ("digests", "last")
-    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("last", "digests")
     LAST_FIELD_NUMBER: _ClassVar[int]
-    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     last: bool
-    def __init__(self, digests: _Optional[_Iterable[bytes]] = ..., last: bool = ...) -> None: ...
+    digests: bytes
+    def __init__(self, last: bool = ..., digests: _Optional[bytes] = ...) -> None: ...
 
 class LookUpResponse(_message.Message):
     __slots__ = ("held", "on_disk")

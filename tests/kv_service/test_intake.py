@@ -150,7 +150,7 @@ def test_malformed_chains_name_field_and_limit(kv: Kv, monkeypatch: pytest.Monke
     one, other = kv.keys(1, 2), kv.keys(3, 4)
     chains = [
         (kv.client.look_up, "digests: must be at most 3, are 4", [*one, *other]),
-        (kv.client.look_up, "digests: must be 32 bytes, is 3", [one[0], one[1]._replace(digest=b"bad")]),
+        (kv.client.look_up, "digests: must be 32 bytes each, are 35 in all", [one[0], one[1]._replace(digest=b"bad")]),
         (kv.client.get, "keys: must be at most 3, are 4", [*one, *other]),
         (kv.client.get, "keys[1].digest: must be 32 bytes, is 3", [one[0], one[1]._replace(digest=b"bad")]),
         (kv.client.get, "keys[1].parent: must be 32 bytes, is 3", [one[0], one[1]._replace(parent=b"bad")]),

@@ -2,84 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from naive_store import Naive, Plain
 from store_calls import KIB, ME, YOU, line, sum_of
 
 from kv_service.keys import Key
 from kv_service.store import Outcome, Reservation, Store
-from kv_service.store_order import ATTENTION_TOKENS, ENTRY_BYTES, Entry, State
-from kv_service.store_room import HIGH, LOW, Limits
+from kv_service.store_order import ENTRY_BYTES, Entry, State
+from kv_service.store_room import Limits
 
 # Budgets leave a little beyond whole blocks, so that the low watermark takes one block and not two.
 
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
 SIZES = st.integers(1, 40)
 TAGS = st.sampled_from([ME, YOU])
-
-
-@dataclass(eq=False)
-class Plain:
-    """A block of the naive model."""
-
-    tag: bytes
-    key: Key
-    size: int
-    until: float
-    sealed: bool = False
-    leases: int = 0
-    rank: float = 0.0
-    used: int = 0
-
-    @property
-    def worth(self) -> float:
-        return len(self.key.token_ids) * (1 + self.key.position / ATTENTION_TOKENS) / self.size
-
-
-@dataclass
-class Naive:
-    """The rules said once more, without any thought of speed: memory only."""
-
-    budget: int
-    share: int
-    blocks: list[Plain] = field(default_factory=list)
-    clock: float = 0.0
-    ticks: int = 0
-
-    def find(self, tag: bytes, digest: bytes) -> Plain | None:
-        return next((block for block in self.blocks if (block.tag, block.key.digest) == (tag, digest)), None)
-
-    def used_by(self, tag: bytes | None) -> int:
-        return sum(block.size for block in self.blocks if tag in (None, block.tag))
-
-    def touch(self, blocks: list[Plain]) -> None:
-        rank = 0.0
-        for block in reversed(blocks):
-            self.ticks += 1
-            rank = max(rank, block.rank, self.clock + block.worth)
-            block.rank, block.used = rank, self.ticks
-
-    def may_go(self, block: Plain, coming: tuple[bytes, bytes]) -> bool:
-        parents = {(other.tag, other.key.parent) for other in self.blocks} | {coming}
-        return block.sealed and not block.leases and (block.tag, block.key.digest) not in parents
-
-    def make_room(self, tag: bytes, key: Key, size: int) -> bool:
-        for whose, budget in ((tag, self.share), (None, self.budget)):
-            if self.used_by(whose) + size > budget * HIGH:
-                while self.used_by(whose) > budget * LOW - size:
-                    candidates = [b for b in self.blocks if whose in (None, b.tag) and self.may_go(b, (tag, key.parent))]
-                    if not candidates:
-                        break
-                    victim = min(candidates, key=lambda block: (block.rank, block.used))
-                    self.clock = max(self.clock, victim.rank)
-                    self.blocks.remove(victim)
-            if self.used_by(whose) + size > budget:
-                return False
-        return True
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -113,7 +54,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.open.append((place, None, key))
             return
         if known is not None:
-            self.naive.blocks.remove(known)
+            self.naive.remove(known)
         if not self.naive.make_room(tag, key, size):
             assert place in (Outcome.NO_ROOM, Outcome.BUSY)
             return
@@ -135,7 +76,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert outcome is (Outcome.STORED if there else Outcome.STALE)
             if there:
                 block.sealed = True
-                self.naive.touch([block])
+                self.naive.touch(block)
             return
         known = self.naive.find(place.entry.tag, key.digest)
         if known is None or not known.sealed:
@@ -143,7 +84,7 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             assert outcome is (Outcome.HELD if right else Outcome.CONFLICT)
             if right:
-                self.naive.touch([known])
+                self.naive.touch(known)
 
     @precondition(lambda self: self.open)
     @rule()
@@ -151,7 +92,7 @@ class StoreMachine(RuleBasedStateMachine):
         place, block, _ = self.open.pop()
         assert self.store.abort(place) is Outcome.BROKEN
         if block in self.naive.blocks:
-            self.naive.blocks.remove(block)
+            self.naive.remove(block)
 
     @rule(seconds=st.integers(1, 6))
     def wait(self, seconds: int) -> None:
@@ -165,7 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
         if entry and block:
             assert entry.checksum == sum_of(key)
             block.leases += 1
-            self.naive.touch([block])
+            self.naive.touch(block)
             self.leased.append((entry, block))
 
     @precondition(lambda self: self.leased)
@@ -175,20 +116,24 @@ class StoreMachine(RuleBasedStateMachine):
         if damaged:
             self.store.quarantine(entry)
             if block in self.naive.blocks:
-                self.naive.blocks.remove(block)
+                self.naive.remove(block)
         self.store.release(entry)
         block.leases -= 1
 
-    @rule(path=PATHS, tag=TAGS)
-    def look_up(self, path: list[int], tag: bytes) -> None:
+    @rule(path=PATHS, tag=TAGS, without=st.none() | st.integers(0, 3))
+    def look_up(self, path: list[int], tag: bytes, without: int | None) -> None:
+        """A chain, or a replica's share of it."""
+        keys = [key for index, key in enumerate(line(*path)) if index != without]
         found: list[Plain] = []
-        for key in line(*path):
+        for key in keys:
             block = self.naive.find(tag, key.digest)
             if block is None or not block.sealed:
                 break
             found.append(block)
-        assert self.store.look_up(tag, [key.digest for key in line(*path)])[0] == len(found)
-        self.naive.touch(found)
+        assert self.store.look_up(tag, [key.digest for key in keys])[0] == len(found)
+        for block, after in zip_longest(found, found[1:]):
+            if after is None or after.key.parent != block.key.digest:
+                self.naive.touch(block)
 
     @invariant()
     def agrees(self) -> None:

@@ -33,6 +33,19 @@ def test_the_least_recently_used_branch_goes_first() -> None:
     assert held(store, [*a, *b]) == [True, True, True, False]
 
 
+def test_every_run_of_a_share_counts_as_used() -> None:
+    store = Store(Limits(45))
+    first, _, third = line(1, 2, 3)  # another replica has the second
+    others = [line(8)[0], line(9)[0]]
+    for key in (first, third, *others):
+        put(store, key)
+    store.look_up(ME, [first.digest, third.digest])
+    put(store, line(5)[0])
+    assert held(store, [first, third, *others]) == [True, True, False, True]
+    put(store, line(6)[0])
+    assert held(store, [first, third, *others]) == [True, True, False, False]
+
+
 def test_what_costs_more_to_compute_again_stays_longer() -> None:
     store = Store(Limits(100))
     early = Key(b"e" * 32, b"r" * 32, (1, 2), 0)
@@ -180,13 +193,16 @@ def test_what_could_not_be_written_stays_until_its_room_is_needed() -> None:
     assert store.room.home == 2 * KIB
 
 
-def test_warm_blocks_are_kept_by_last_use() -> None:
+def test_warm_blocks_are_kept_by_last_read() -> None:
     store = Store(Limits(30, disk=10 * KIB))
     keys = [line(token)[0] for token in range(3)]
     for key in keys[:2]:
         put(store, key)
     flush(store)
-    store.look_up(ME, [keys[0].digest])
+    read = store.lease(ME, keys[0])
+    assert read
+    store.release(read)
+    store.look_up(ME, [keys[1].digest])  # moves no bytes
     put(store, keys[2])
     assert [entry_of(store, key).in_memory for key in keys] == [True, False, True]
     entry = store.lease(ME, keys[1])
