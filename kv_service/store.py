@@ -59,6 +59,7 @@ class Counters:
     no_room: int = 0
     stale_writers: int = 0
     duplicates: int = 0
+    mismatches: int = 0
 
 
 @dataclass(slots=True)
@@ -205,6 +206,7 @@ class Store:
         if entry is None:
             return None
         if entry.parent != tag + key.parent or entry.tokens != pack(key.token_ids):
+            self.counters.mismatches += 1
             return None
         self.room.touch(entry)
         self.room.lease(entry)

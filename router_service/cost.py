@@ -3,6 +3,7 @@
 Both sides are rates over recent work: tokens per second of prefill, bytes per second of loads (waiting included). A load is
 worth it when it takes less time than computing the tokens it saves. Before both are known, loading is tried, which measures
 it; and one load in `PROBE` that does not seem worth it is made all the same, so that a service that became faster is noticed.
+That is decided twice: before services are asked, and when they have said how much of it lies on disk.
 """
 
 from __future__ import annotations
@@ -35,6 +36,18 @@ class Rate:
 
 
 @dataclass(slots=True)
+class Probe:
+    """Lets one in `PROBE` of those in a row through that are not worth it."""
+
+    refused: int = 0  # in a row
+
+    def passes(self, worth: bool) -> bool:
+        """Whether this one goes ahead."""
+        self.refused = 0 if worth else (self.refused + 1) % PROBE
+        return self.refused == 0
+
+
+@dataclass(slots=True)
 class FetchCost:
     """Decides for one router. `load` is the rate of what services have in memory, `disk` of what they read from disk first.
     `timeout_s` bounds every load."""
@@ -46,16 +59,13 @@ class FetchCost:
     prefill: Rate = field(default_factory=Rate)
     load: Rate = field(default_factory=Rate)
     disk: Rate = field(default_factory=Rate)
-    unworthy: int = 0  # in a row
+    before: Probe = field(default_factory=Probe)  # services are asked
+    after: Probe = field(default_factory=Probe)  # they have answered
 
     def worth(self, blocks: int, on_disk: int = 0) -> bool:
-        """Whether loading so many blocks, of which some are on disk, is faster than computing them, or is to be measured."""
+        """Whether loading so many blocks, of which some are on disk, is faster than computing them, or not known yet."""
         compute, load = self.prefill.time(blocks * self.page_size), self._time(blocks, on_disk)
-        if compute is None or load is None or load < compute:
-            self.unworthy = 0
-            return True
-        self.unworthy = (self.unworthy + 1) % PROBE
-        return self.unworthy == 0
+        return compute is None or load is None or load < compute
 
     def loaded(self, blocks: int, on_disk: int, seconds: float) -> None:
         """So many blocks, of which some were on disk, and the rows beside them took so long; -1: nothing came."""

@@ -42,6 +42,7 @@ BATCH_BYTES = 16 << 20
 class Load:
     """One request's prefix: at most `len(pages)` blocks. `name` gives their keys, on the loading thread, because hashing a long
     prompt takes a while. `rows`: float16 rows are needed behind the last block, and nothing can be used without them.
+    `probe`: it is made to measure, whatever it seems to cost.
 
     The outcome: `blocks` are in the pages, `tail` holds the rows, `missed` says why there is no more, `held` how many blocks
     the services have, with or without rows."""
@@ -52,6 +53,7 @@ class Load:
     deadline: float
     trace: SpanContext | None = None
     rows: bool = False
+    probe: bool = False
     cancelled: bool = False
     keys: list[Key] = field(default_factory=list)
     blocks: int = 0
@@ -108,10 +110,11 @@ class Prefix:
         """Starts loading blocks into pages, which the caller pins until `finished` has it; None: not worth it."""
         if not pages:
             return None
-        if not self.cost.worth(len(pages)):
+        worth = self.cost.worth(len(pages))
+        if not self.cost.before.passes(worth):
             self.counts.skipped += 1
             return None
-        load = Load(request, name, pages, monotonic() + self.cost.limit_s(len(pages)), trace, rows)
+        load = Load(request, name, pages, monotonic() + self.cost.limit_s(len(pages)), trace, rows, probe=not worth)
         self._pool.submit(self._run, load)
         return load
 
@@ -164,7 +167,7 @@ class Prefix:
             blocks, holder = self._find_rows(load, metadata)
         if not blocks:
             return "rows" if load.held else "absent"
-        if not self.cost.worth(blocks, min(blocks, on_disk)):
+        if not load.probe and not self.cost.after.passes(self.cost.worth(blocks, min(blocks, on_disk))):
             return "slow"
         began = monotonic()
         try:

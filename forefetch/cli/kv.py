@@ -47,6 +47,7 @@ FAULTS = (
     ("write_errors", "not on disk: writing failed"),
     ("damaged_at_start", "rows and files found damaged at start"),
     ("conflicts", "other bytes put under a held key (an alarm)"),
+    ("mismatches", "asked for with other tokens than those held (an alarm)"),
     ("broken", "refused: ended early or wrong checksum"),
     ("no_room", "refused: no room"),
     ("stale_writers", "refused: another writer has the key"),

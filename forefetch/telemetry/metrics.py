@@ -289,7 +289,7 @@ _SPANS: tuple[Row[Any], ...] = (
     (names.SPANS_DROPPED, lambda exporter: exporter.dropped),
 )
 _KV_FAULTS = (
-    *("corrupt", "short_reads", "read_errors", "disk_full", "write_errors", "broken", "no_room", "stale_writers"),
+    *("corrupt", "short_reads", "read_errors", "disk_full", "write_errors", "broken", "no_room", "stale_writers", "mismatches"),
     *("slow_peers", "damaged_at_start", "unauthenticated", "stale_epochs", "sessions_refused", "sessions_dropped"),
 )
 _KV: tuple[Row[Any], ...] = (

@@ -205,7 +205,7 @@ class KvServiceGetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class KvServiceGetStatsResponse(_message.Message):
-    __slots__ = ("uptime_s", "blocks", "bytes", "budget_bytes", "hits", "misses", "stored", "refused", "evicted", "conflicts", "memory_blocks", "memory_bytes", "memory_budget_bytes", "disk_blocks", "disk_reads", "corrupt", "short_reads", "read_errors", "disk_full", "write_errors", "broken", "no_room", "stale_writers", "duplicates", "slow_peers", "damaged_at_start", "unauthenticated", "sessions", "session_bytes", "session_records", "stale_epochs", "sessions_refused", "sessions_dropped", "index_s")
+    __slots__ = ("uptime_s", "blocks", "bytes", "budget_bytes", "hits", "misses", "stored", "refused", "evicted", "conflicts", "memory_blocks", "memory_bytes", "memory_budget_bytes", "disk_blocks", "disk_reads", "corrupt", "short_reads", "read_errors", "disk_full", "write_errors", "broken", "no_room", "stale_writers", "duplicates", "slow_peers", "damaged_at_start", "unauthenticated", "sessions", "session_bytes", "session_records", "stale_epochs", "sessions_refused", "sessions_dropped", "index_s", "mismatches")
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +240,7 @@ class KvServiceGetStatsResponse(_message.Message):
     SESSIONS_REFUSED_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_DROPPED_FIELD_NUMBER: _ClassVar[int]
     INDEX_S_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHES_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     blocks: int
     bytes: int
@@ -274,7 +275,8 @@ class KvServiceGetStatsResponse(_message.Message):
     sessions_refused: int
     sessions_dropped: int
     index_s: float
-    def __init__(self, uptime_s: _Optional[float] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., stored: _Optional[int] = ..., refused: _Optional[int] = ..., evicted: _Optional[int] = ..., conflicts: _Optional[int] = ..., memory_blocks: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_budget_bytes: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., disk_reads: _Optional[int] = ..., corrupt: _Optional[int] = ..., short_reads: _Optional[int] = ..., read_errors: _Optional[int] = ..., disk_full: _Optional[int] = ..., write_errors: _Optional[int] = ..., broken: _Optional[int] = ..., no_room: _Optional[int] = ..., stale_writers: _Optional[int] = ..., duplicates: _Optional[int] = ..., slow_peers: _Optional[int] = ..., damaged_at_start: _Optional[int] = ..., unauthenticated: _Optional[int] = ..., sessions: _Optional[int] = ..., session_bytes: _Optional[int] = ..., session_records: _Optional[int] = ..., stale_epochs: _Optional[int] = ..., sessions_refused: _Optional[int] = ..., sessions_dropped: _Optional[int] = ..., index_s: _Optional[float] = ...) -> None: ...
+    mismatches: int
+    def __init__(self, uptime_s: _Optional[float] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., stored: _Optional[int] = ..., refused: _Optional[int] = ..., evicted: _Optional[int] = ..., conflicts: _Optional[int] = ..., memory_blocks: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_budget_bytes: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., disk_reads: _Optional[int] = ..., corrupt: _Optional[int] = ..., short_reads: _Optional[int] = ..., read_errors: _Optional[int] = ..., disk_full: _Optional[int] = ..., write_errors: _Optional[int] = ..., broken: _Optional[int] = ..., no_room: _Optional[int] = ..., stale_writers: _Optional[int] = ..., duplicates: _Optional[int] = ..., slow_peers: _Optional[int] = ..., damaged_at_start: _Optional[int] = ..., unauthenticated: _Optional[int] = ..., sessions: _Optional[int] = ..., session_bytes: _Optional[int] = ..., session_records: _Optional[int] = ..., stale_epochs: _Optional[int] = ..., sessions_refused: _Optional[int] = ..., sessions_dropped: _Optional[int] = ..., index_s: _Optional[float] = ..., mismatches: _Optional[int] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
     __slots__ = ("digest", "limit")

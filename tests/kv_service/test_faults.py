@@ -166,6 +166,7 @@ def test_no_space_left(process: Process, kv: Kv) -> None:
     record = SessionRecord(2, (), tail=bytes(MIB))
     (ack,) = client.append_sessions([("s", 1, record)])
     assert ack.verdict.name == "NO_ROOM"
+    assert client.stats().sessions_refused == 1
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (hard, hard))
     assert client.append_session("s", 1, record).tokens == 2
     more = kv.keys(100, 101)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import grpc
@@ -15,6 +15,7 @@ from forefetch.errors import BadRequest, Overloaded
 from forefetch.v1 import kv_pb2 as pb
 from kv_service import server
 from kv_service.client import Key, chain
+from kv_service.config import KvConfig
 
 if TYPE_CHECKING:
     from kv_calls import Kv
@@ -107,6 +108,24 @@ def test_a_transfer_that_takes_too_long_is_cancelled(kv: Kv, monkeypatch: pytest
     assert kv.servicer.vault.store.room.memory == 0
     assert (kv.client.stats().slow_peers, kv.client.stats().broken) == (1, 1)
     assert kv.client.look_up(kv.keys(1)) == 0
+
+
+def test_a_reader_that_takes_too_long_is_cut_off_and_its_blocks_may_go(
+    start_kv: Callable[[KvConfig], Kv], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = start_kv(KvConfig(budget_mb=24, max_block_mb=2))
+    monkeypatch.setattr(server, "TRANSFER_LIMIT_S", 0.3)
+    keys = kv.keys(*range(11))
+    assert kv.put(keys, 2 * MIB) == (11, 0)
+    stream = kv.stub.Get(pb.GetRequest(keys=map(wire, keys)))
+    next(stream)  # and reads no more: flow control keeps the rest at the service
+    until(lambda: kv.client.stats().slow_peers == 1 and not kv.servicer.busy)
+    with pytest.raises(grpc.RpcError, match="CANCELLED"):
+        list(stream)
+    assert not any(entry.leases for entry in kv.servicer.vault.entries())
+    assert kv.put(kv.keys(100), 2 * MIB) == (1, 0)
+    assert kv.client.stats().evicted == 2  # down to the low watermark
+    assert kv.client.get(keys) == [kv.block(key, 2 * MIB) for key in keys[:9]]
 
 
 # Malformed requests

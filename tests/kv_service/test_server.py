@@ -71,6 +71,7 @@ def test_token_ids_and_parent_are_verified(kv: Kv, change: dict[str, Any]) -> No
     (key,) = kv.keys(1)
     kv.put([key])
     assert kv.client.get([key._replace(**change)]) == []
+    assert kv.client.stats().mismatches == 1
     assert kv.client.get([key]) == [kv.block(key)]
 
 

@@ -48,11 +48,13 @@ def test_a_slow_disk_does_not_keep_what_is_in_memory_from_being_loaded() -> None
 
 def test_a_slow_service_is_asked_now_and_then_and_taken_again_when_it_is_fast() -> None:
     made = cost(prefill=1000, load=1.0)
-    asked = [made.worth(4) for _ in range(3 * PROBE)]
+    asked = [made.before.passes(made.worth(4)) for _ in range(3 * PROBE)]
     assert [i for i, worth in enumerate(asked) if worth] == [PROBE - 1, 2 * PROBE - 1, 3 * PROBE - 1]
     for _ in range(20):
         made.load.add(1e6, 0.01)
     assert made.worth(4)
+    assert all(made.before.passes(True) for _ in range(PROBE))
+    assert not made.before.passes(False), "counted anew"
 
 
 def test_a_load_is_given_up_when_computing_would_have_been_done_long_ago() -> None:

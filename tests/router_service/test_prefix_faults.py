@@ -17,6 +17,7 @@ from forefetch import rpc
 from forefetch.errors import Unavailable
 from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
+from router_service.cost import PROBE
 
 
 class Bad(pb_grpc.KvServiceServicer):
@@ -26,6 +27,7 @@ class Bad(pb_grpc.KvServiceServicer):
         self.how = ""
         self.release = threading.Event()
         self.gets = self.look_ups = 0
+        self.on_disk = False
 
     @rpc.sync_handler
     def Describe(self, request: Any, context: Any) -> pb.KvServiceDescribeResponse:
@@ -36,7 +38,8 @@ class Bad(pb_grpc.KvServiceServicer):
         self.look_ups += 1
         if self.how == "no look-up":
             raise Unavailable("not now")
-        return pb.LookUpResponse(held=len(request.digests) // 32)
+        held = len(request.digests) // 32
+        return pb.LookUpResponse(held=held, on_disk=held * self.on_disk)
 
     @rpc.sync_handler
     def Put(self, request: Any, context: Any) -> pb.PutResponse:
@@ -48,6 +51,8 @@ class Bad(pb_grpc.KvServiceServicer):
         for index, _ in enumerate(request.keys):
             data = page_of(tuple(tokens((index + 1) * PAGE)))
             checksum = xxhash.xxh3_128_digest(data)
+            if self.how == "crawls":
+                time.sleep(0.02)
             if index == 2:
                 if self.how == "slow":
                     self.release.wait(5)
@@ -119,3 +124,31 @@ def test_where_computing_is_faster_nothing_is_asked(make: Callable[..., Rig], ba
     request = rig.admit(tokens(21))
     assert not request.loading
     assert (servicer.look_ups, rig.kv.status().prefix_skipped) == (0, 1)
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_that_loading_is_slower_than_computing_is_found_out_by_measuring(
+    where: str, make: Callable[..., Rig], bad: tuple[Bad, str]
+) -> None:
+    """What is on disk is known only when the service was asked, and counts on its own."""
+    servicer, address = bad
+    servicer.how, servicer.on_disk = "crawls", where == "disk"
+    rig = make([address])
+
+    def ask() -> int:
+        """How many blocks of a prompt came; the rest is computed, and both are timed."""
+        request = rig.admit(tokens(21))
+        loaded = rig.loaded(request) // PAGE
+        began, plan = time.perf_counter_ns(), rig.scheduler.plan()
+        assert plan is not None
+        rig.compute(request)
+        rig.kv.computed(plan, time.perf_counter_ns() - began)
+        rig.end(request)
+        return loaded
+
+    assert ask() == 5, "what is not known is tried"
+    assert [ask() for _ in range(PROBE)] == [0] * (PROBE - 1) + [5], "but for a probe"
+    status = rig.kv.status()
+    refused = (status.prefix_skipped, status.prefix_misses["slow"])
+    assert refused == ((0, PROBE - 1) if where == "disk" else (PROBE - 1, 0))
+    assert servicer.gets == 2
