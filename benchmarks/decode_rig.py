@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -79,6 +79,7 @@ class Rig:
     device: torch.device = field(default_factory=lambda: torch.device("cuda"))
     dtype: torch.dtype = torch.bfloat16
     record: GraphRecorder | None = None
+    model_of: Callable[[LayoutBuffers], CapturedTrunk] | None = None  # recorded steps of another kind, for `benchmarks.p2p`
     spec: ModelSpec = field(init=False)
     experts: Any = None
     cache: Any = None
@@ -132,9 +133,8 @@ class Rig:
         shape = {"max_batch": lanes, "max_pages": width, "page_size": PAGE, "device": self.device}
         chunks = (prompt_rows,) if prompt_rows and isinstance(self.cache, KvCache) else ()
         buffers = LayoutBuffers(max_tokens=lanes + prompt_rows, **shape, buckets=(lanes,), chunk_rows=chunks)
-        model = CapturedTrunk(self.trunk, self.experts, buffers, self.record)
+        model = (self.model_of or self.recorded)(buffers)
         model.ahead = ahead  # type: ignore[misc]
-        model.warm_up()
         ring, registry = StepRing(64, self.spec.layers, 1), new_registry()
         book = RequestBook(ring, 16)
         exporter = Exporter(ServiceConfig(), names.SERVICE_ROUTER, book=book)
@@ -151,6 +151,12 @@ class Rig:
         engine = Engine(parts, deliver, worker_grace_s=1.0)
         self._requests(engine, batch, context, steps)
         return engine
+
+    def recorded(self, buffers: LayoutBuffers) -> CapturedTrunk:
+        """The trunk's steps with the experts beside it."""
+        model = CapturedTrunk(self.trunk, self.experts, buffers, self.record)
+        model.warm_up()
+        return model
 
     def _requests(self, engine: Engine, batch: int, context: int, steps: int) -> None:
         """Lengths are spread over a page, as those of strangers are: pages are sealed now and then, not all in one step."""

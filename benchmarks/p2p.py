@@ -3,8 +3,9 @@
     python -m benchmarks.p2p --hop
     python -m benchmarks.p2p --model synthetic:qwen3-30b-a3b --experts int4 --batch 1,16,64 --context 4096
 
-The step is the router's own, each read before the next is launched: on cuda:0 with all experts beside it, then over a p2p lane
-to a worker process whose experts are on cuda:1, in one part and in two. Logits of the first step are compared, bit for bit.
+Steps are the router's own, through its engine, running ahead, and told are milliseconds between two tokens of a stream, as in
+`benchmarks.decode`: on cuda:0 with all experts beside it, then over a p2p lane to a worker process whose experts are on cuda:1,
+in one part and in two. Logits of a first step are compared, bit for bit.
 `--hop` times a recorded step of 48 calls whose worker copies its rows: what a layer pays beyond gate and experts.
 """
 
@@ -12,14 +13,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.decode_rig import PAGE, Rig
+from benchmarks.decode_rig import PAGE, Measured, Rig
 from benchmarks.results import Row, append
 from expert_worker.client import connect, open_lane
 from forefetch import settings
@@ -34,11 +36,11 @@ from router_service.layouts import LayoutBuffers
 from router_service.p2p import LaneTrunk, Opener
 from router_service.p2p_decoder import LaneExperts, step_shape
 from router_service.pages import PagePool
-from router_service.sampling import sample
 from router_service.scheduler import Chunk, Plan, Request
+from router_service.sealed import SealedCache
 from router_service.workers import Workers
 
-CALLS, REPLAYS, PATIENCE_S = 48, 200, 5.0
+CALLS, REPLAYS, PATIENCE_S, WARM = 48, 200, 5.0, 8
 BENCHMARK = "p2p"
 
 
@@ -51,7 +53,7 @@ def main() -> None:
     parser.add_argument("--kv", default="e2m0", help="bfloat16, or a sealed format")
     parser.add_argument("--batch", default="64,16,1")
     parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--write", action="store_true", help="append to results.csv")
     arguments = parser.parse_args()
     rows = []
@@ -103,7 +105,8 @@ def _router(port: DevicePort, shape: LaneShape) -> Iterator[float]:
         torch.cuda.synchronize()
         if number >= 20:
             yield time.perf_counter() - began
-        lanes.confirm()
+        if int(lanes.verdict):
+            raise RuntimeError(lanes.reason(0))
     print("rows came back:", torch.equal(out, x), flush=True)
 
 
@@ -151,39 +154,78 @@ def worker_on(device: str, model: str, experts: str) -> Iterator[Process]:
         process.end(10.0)
 
 
-def prepared(model: str, experts: str, kv: str, batch: int, context: int) -> Rig:
-    """A trunk with all experts on cuda:0, and a cache for `batch` requests of `context` tokens."""
+def prepared(model: str, experts: str, kv: str, batch: int, context: int, steps: int = 0) -> Rig:
+    """A trunk with all experts on cuda:0, and a cache for `batch` requests of `context` tokens and `steps` more."""
     rig = Rig(model)
     rig.put_experts(experts)
-    rig.put_cache(kv, 1 + batch * width_of(context), batch + 1)
+    rig.put_cache(kv, 1 + batch * width_of(context + steps), batch + 1)
     return rig
 
 
-def width_of(context: int) -> int:
+def width_of(tokens: int) -> int:
     """Pages of one request."""
-    return -(-(context + PAGE) // PAGE)
+    return -(-(tokens + PAGE) // PAGE)
 
 
 def decodes(arguments: argparse.Namespace) -> Iterator[Row]:
     """One GPU, then two, by batch."""
-    batches, context = [int(part) for part in arguments.batch.split(",")], arguments.context
+    batches, context, steps = [int(part) for part in arguments.batch.split(",")], arguments.context, arguments.steps
     experts = "stored" if arguments.experts == "bfloat16" else arguments.experts
     with worker_on("cuda:1", arguments.model, experts) as process:
-        rig = prepared(arguments.model, arguments.experts, arguments.kv, max(batches), context)
+        rig = prepared(arguments.model, arguments.experts, arguments.kv, max(batches), context, steps + WARM + 4)
         process.wait_ready(300.0)
         workers = table_of(rig, process, experts)
         what = f"{arguments.model} {arguments.experts} experts, {arguments.kv} KV, context {context}"
+        kept = [part.clone() for part in memory_of(rig)]
         for batch in batches:
-            first, p50 = timed(rig, *local(rig, batch, context), batch, arguments)
-            yield Row(BENCHMARK, f"{what}, batch {batch}, one GPU", "p50", p50, "ms")
+            alone = Watched(rig, kept, batch, context, rig.recorded)
+            yield from told(f"{what}, batch {batch}, one GPU", alone.measured(steps))
             for parts in (1, 2) if batch > 1 else (1,):
-                model, buffers = laned(rig, workers, batch, context, parts)
-                logits, p50 = timed(rig, model, buffers, batch, arguments)
-                model.close()
-                same, apart = torch.equal(logits, first), float((logits - first).abs().max() / first.abs().max())
-                print(f"batch {batch} in {parts}: bit for bit {same}; furthest {apart:.2e} of the largest logit", flush=True)
-                yield Row(BENCHMARK, f"{what}, batch {batch}, two GPUs, rows in {parts}", "p50", p50, "ms")
+                pair = Watched(rig, kept, batch, context, partial(laned, rig, workers, batch, parts))
+                found = pair.measured(steps)
+                pair.model.close()  # type: ignore[attr-defined]
+                same, apart = torch.equal(pair.first, alone.first), (pair.first - alone.first).abs().max()
+                share = float(apart / alone.first.abs().max())
+                print(f"batch {batch} in {parts}: bit for bit {same}; furthest {share:.2e} of the largest logit", flush=True)
+                print(f"  {workers.lanes}", flush=True)
+                yield from told(f"{what}, batch {batch}, two GPUs, rows in {parts}", found)
         workers.close()
+
+
+def told(case: str, found: Measured) -> Iterator[Row]:
+    """What results.csv is told of a case; times between two tokens of a stream, as in `benchmarks.decode`."""
+    for share, metric in ((50, "p50"), (99, "p99")):
+        yield Row(BENCHMARK, f"{case}, running ahead", metric, float(np.percentile(found.gaps, share)), "ms")
+
+
+def memory_of(rig: Rig) -> list[torch.Tensor]:
+    """What steps and commits change of the cache."""
+    cache = rig.cache
+    return [cache.pages, cache.tails, cache.sinks] if isinstance(cache, SealedCache) else [*cache.k, *cache.v]
+
+
+class Watched:
+    """Steps of `batch` rows by the model that `make` records, over a cache that begins as `kept` was. `first`: logits of a
+    step of its own."""
+
+    def __init__(
+        self, rig: Rig, kept: list[torch.Tensor], batch: int, context: int, make: Callable[[LayoutBuffers], CapturedTrunk]
+    ) -> None:
+        self._rig, self._kept, self._batch, self._context, self._make = rig, kept, batch, context, make
+        self.first = torch.empty(0)
+        self.model: CapturedTrunk
+
+    def measured(self, steps: int) -> Measured:
+        """Through the engine, running ahead."""
+        self._rig.model_of = self._made
+        return self._rig.measure(self._batch, self._context, steps, warm=WARM)
+
+    def _made(self, buffers: LayoutBuffers) -> CapturedTrunk:
+        for part, as_it_was in zip(memory_of(self._rig), self._kept, strict=True):
+            part.copy_(as_it_was)
+        self.model = self._make(buffers)
+        self.first = logits_of(self._rig, self.model, buffers, self._batch, self._context).float()
+        return self.model
 
 
 def table_of(rig: Rig, process: Process, experts: str) -> Workers:
@@ -201,19 +243,11 @@ def buffers_of(batch: int, context: int) -> LayoutBuffers:
     return LayoutBuffers(**sizes, device=torch.device("cuda:0"), buckets=(batch,), chunk_rows=())
 
 
-def local(rig: Rig, batch: int, context: int) -> tuple[CapturedTrunk, LayoutBuffers]:
-    """The rig's trunk with its experts beside it, recorded for `batch` rows."""
-    buffers = buffers_of(batch, context)
-    model = CapturedTrunk(rig.trunk, rig.experts, buffers)
-    model.warm_up()
-    return model, buffers
-
-
 def laned(
-    rig: Rig, workers: Workers, batch: int, context: int, parts: int, patience_s: float = PATIENCE_S
-) -> tuple[LaneTrunk, LayoutBuffers]:
+    rig: Rig, workers: Workers, batch: int, parts: int, buffers: LayoutBuffers, patience_s: float = PATIENCE_S
+) -> LaneTrunk:
     """The rig's trunk over a lane, recorded for `batch` rows in so many parts."""
-    device, spec, buffers = torch.device("cuda:0"), rig.spec, buffers_of(batch, context)
+    device, spec = torch.device("cuda:0"), rig.spec
     step = step_shape((batch, 0), batch if parts == 2 else 0)
     shape = LaneShape(batch, spec.hidden_size, spec.top_k, len(spec.moe_layers), 2)
     normed = spec.gate_rule == "topk_softmax" or spec.renormalise
@@ -223,7 +257,7 @@ def laned(
     model = LaneTrunk(rig.trunk, experts, buffers, lanes, workers, opener, lambda layout: step)
     model.warm_up()
     model.start(60.0)
-    return model, buffers
+    return model
 
 
 def requests_of(rig: Rig, batch: int, context: int) -> list[Request]:
@@ -238,21 +272,16 @@ def requests_of(rig: Rig, batch: int, context: int) -> list[Request]:
     return made
 
 
-def timed(
-    rig: Rig, model: CapturedTrunk, buffers: LayoutBuffers, batch: int, arguments: argparse.Namespace
-) -> tuple[torch.Tensor, float]:
-    """Logits of the first step, and the median milliseconds of a step from the plan to its tokens on the host."""
-    requests, greedy = requests_of(rig, batch, arguments.context), [SamplingParams()] * batch
-    times, first = list[float](), torch.empty(0)
-    for step in range(arguments.steps):
-        began = time.perf_counter()
-        plan = Plan(tuple(Chunk(request, request.computed, 1) for request in requests), ())
-        logits = model.forward(buffers.fill(step, plan), None, None)  # type: ignore[arg-type]
-        if not step:
-            first = logits.float().clone()
-        sample(logits, greedy, [len(request.tokens) for request in requests])
-        times.append(time.perf_counter() - began)
-    return first, sorted(times[8:])[len(times[8:]) // 2] * 1e3
+def logits_of(
+    rig: Rig, model: CapturedTrunk, buffers: LayoutBuffers, batch: int, context: int, number: int = 0
+) -> torch.Tensor:
+    """What a step of those requests gives. LinkDown when its lanes break."""
+    requests = requests_of(rig, batch, context)
+    filled = buffers.fill(number, Plan(tuple(Chunk(request, context, 1) for request in requests), ()))
+    logits = model.forward(filled, None, None).clone()  # type: ignore[arg-type]
+    torch.cuda.synchronize()
+    model.confirm(number)
+    return logits
 
 
 if __name__ == "__main__":

@@ -60,6 +60,9 @@ class KvCache:
     def commit(self, batch: StepBatch) -> None:
         """Nothing is left to do: every row lies where it stays."""
 
+    def heed(self, void: torch.Tensor) -> None:
+        """A commit changes nothing here."""
+
     def read_block(self, page: int) -> bytes:
         """The bytes of a sealed block: for each layer K then V, each [Hkv, page, D]. May be called from any thread."""
         parts = [pool[layer][:, page] for layer in range(len(self.k)) for pool in (self.k, self.v)]

@@ -108,15 +108,18 @@ class CapturedTrunk:
         replay, logits = found
         replay()
         if marked:
-            ran.times = _to_host(self._clock.times)
-            ran.fault = _to_host(self._decoder.experts.fault)
-            ran.found = _to_host(self._decoder.experts.counters)
+            ran.times = to_host(self._clock.times)
+            ran.fault = to_host(self._decoder.experts.fault)
+            ran.found = to_host(self._decoder.experts.counters)
         return logits[0][: batch.tokens] if batch.picks is None else logits[0][batch.picks]
 
     def fits(self, batch: StepBatch, observer: Observer | None) -> bool:
         """Whether a step of this kind can be replayed."""
         laid_out = batch.paged is not None and (batch.chunked is not None or not batch.prefills)
         return laid_out and observer is None and self.cache.recordable(batch) and (*batch.layout, False) in self._steps
+
+    def confirm(self, step: int) -> None:
+        """No worker, no link."""
 
     def timed(self, step: int, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
         """See Model."""
@@ -140,7 +143,7 @@ class Ran:
     found: Tensor | None = None
 
 
-def _to_host(values: Tensor) -> Tensor:
+def to_host(values: Tensor) -> Tensor:
     """A copy that is there when what was launched so far is done; nobody waits."""
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda).copy_(values, non_blocking=True)
 

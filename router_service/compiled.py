@@ -91,6 +91,9 @@ class CompiledTrunk:
         stamps.head(perf_counter_ns() - started)
         return logits
 
+    def confirm(self, step: int) -> None:
+        """`forward` has raised already what went wrong."""
+
     def timed(self, step: int, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
         """See Model."""
         return self.trunk.timed(step, stamps, began_ns, forwarded_ns, ended_ns)

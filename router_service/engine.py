@@ -151,8 +151,11 @@ class Engine:
         launched = plan is not None and self._launch(plan)
         keep = 1 if launched and self._flights[-1].ahead else 0
         while len(self._flights) > keep:
-            self._land(self._flights[0])
-            self._flights.popleft()
+            try:
+                self._land(self._flights[0])
+                self._flights.popleft()
+            except LinkDown:
+                self._break_off()
         return plan is not None or flying > 0
 
     def _schedule(self) -> Plan | None:
@@ -189,18 +192,30 @@ class Engine:
         try:
             flight = launch(self.parts, self._step, plan, stamps)
         except LinkDown:
-            self._broken += 1
-            for chunk in plan.chunks:
-                chunk.request.replayed_steps += 1
-            self.parts.recorder.replayed()
+            self._replay(plan)
             return False
         self.parts.scheduler.advance(plan)
         self._flights.append(flight)
         self._step += 1
         return True
 
+    def _replay(self, plan: Plan) -> None:
+        """A step was lost with a worker; its tokens will be planned again."""
+        self._broken += 1
+        for chunk in plan.chunks:
+            chunk.request.replayed_steps += 1
+        self.parts.recorder.replayed()
+
+    def _break_off(self) -> None:
+        """The oldest step in flight turned out lost: its requests, and those launched on it, stand before it again."""
+        while self._flights:
+            flight = self._flights.pop()
+            self._void(flight, {chunk.request for chunk in flight.plan.chunks} - flight.void)
+            self.parts.scheduler.land(flight.plan, [], flight.void)
+            self._replay(flight.plan)
+
     def _land(self, flight: Flight) -> None:
-        """Reads a step's tokens and hands them out."""
+        """Reads a step's tokens and hands them out. LinkDown: there are none, nothing has changed."""
         sampled = flight.read()
         flight.commit(self.parts.trunk.cache)
         began, forwarded, ended = flight.times(self._landed_ns)
@@ -215,8 +230,8 @@ class Engine:
         self._publish(flight, sampled, timings)
 
     def _void(self, flight: Flight, late: set[Request]) -> None:
-        """Their tokens were settled only now: rows that were launched on others count nothing."""
-        for chunk in flight.plan.decodes:
+        """These rows count nothing: they were launched on tokens that were settled only now, or lost with a worker."""
+        for chunk in flight.plan.chunks:
             if chunk.request in late:
                 flight.void.add(chunk.request)
                 self.parts.scheduler.void(chunk)

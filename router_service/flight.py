@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 
@@ -48,12 +49,15 @@ class Flight:
     began_ns: int
     forwarded_ns: int
     ahead: bool
+    confirm: Callable[[int], None]
     void: set[Request] = field(default_factory=set)
     committed: bool = False
 
     def read(self) -> Sampled:
-        """Its tokens, one per choosing chunk. Waits for the device."""
-        return self.choice.read() if self.choice is not None else Sampled([], [], [])
+        """Its tokens, one per choosing chunk. Waits for the device. LinkDown when the step turns out to have been lost."""
+        sampled = self.choice.read() if self.choice is not None else Sampled([], [], [])
+        self.confirm(self.step)
+        return sampled
 
     def commit(self, cache: Cache) -> None:
         """What it computed is final: all it was computed from is known to be right. Without effect the second time."""
@@ -83,7 +87,7 @@ def launch(parts: Parts, step: int, plan: Plan, stamps: StepStamps) -> Flight:
     parts.dispatch.commit()
     forwarded, ahead = perf_counter_ns(), trunk.ahead and observer is None
     choice = _choice(parts.buffers, logits, plan.choosing, ahead)
-    return Flight(step, plan, batch, stamps, choice, began, forwarded, ahead)
+    return Flight(step, plan, batch, stamps, choice, began, forwarded, ahead, trunk.confirm)
 
 
 def _choice(buffers: StepBuffers, logits: Tensor, choosing: tuple[Chunk, ...], ahead: bool) -> Choice | None:

@@ -1,9 +1,9 @@
 """Recorded steps whose experts are on other GPUs: lanes to all workers beside their links, and what happens when one breaks.
 
-A step that fits a layout is announced to every worker, replayed, and confirmed before anything of it counts. When a lane does
-not answer, or its worker is gone, the step ends in LinkDown like one over any link: nothing was committed, all lanes are
-given up, and the same tokens are computed over the workers' other links, until a thread has opened lanes to all of them
-again.
+A step that fits a layout is announced to every worker and launched, perhaps while the one before runs, and confirmed before
+anything of it counts. When a lane did not answer, or its worker is gone, `confirm` ends in LinkDown: what was launched since
+has done no harm, all lanes are given up, and the same tokens are computed over the workers' other links, until a thread has
+opened lanes to all of them again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from forefetch.errors import ForefetchError, LinkDown
 from forefetch.p2p.lane import Step
 from forefetch.telemetry.ring import StepStamps
 from router_service.batch import StepBatch
-from router_service.captured import CapturedTrunk, Ran, Recorder
+from router_service.captured import CapturedTrunk, Ran, Recorder, to_host
 from router_service.layouts import LayoutBuffers
 from router_service.p2p_decoder import LaneDecoder, LaneExperts, Lanes
 from router_service.trunk import Experts, Observer, Trunk
@@ -47,8 +47,8 @@ class Attached(Lanes, Protocol):
     def abort(self, lane: int, reason: str) -> None:
         """A worker is gone. Any thread."""
 
-    def confirm(self) -> None:
-        """LinkDown if the step that has just ended went wrong."""
+    def reason(self, lane: int) -> str:
+        """What was wrong with a lane that a verdict names: it says 1 + lane."""
 
 
 class Opener:
@@ -137,9 +137,10 @@ class Opener:
 
 
 class LaneTrunk(CapturedTrunk):
-    """Stands in for a Trunk: recorded steps over lanes while they are up, the trunk over the other links otherwise."""
+    """Stands in for a Trunk: recorded steps over lanes while they are up, the trunk over the other links otherwise.
 
-    ahead = False  # a step is only good once its lanes have answered
+    `ahead` says how the last one went. Verdicts of steps over lanes are kept until `confirm` has looked at them; until then
+    nothing goes over other links, and no new lanes are attached."""
 
     def __init__(
         self,
@@ -158,28 +159,50 @@ class LaneTrunk(CapturedTrunk):
         self._attached: list[Lane] = []
         self._pause_s, self._not_before = FIRST_PAUSE_S, 0.0  # lanes that break at once are not tried at once again
         self._counts = workers.lanes
+        self._verdicts = dict[int, Tensor]()  # by step, int32 [1] on the host, there when the step's tokens are
+        trunk.cache.heed(lanes.verdict)
 
     def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None = None) -> Tensor:
-        """As Trunk.forward; over lanes the device is done when it returns."""
-        if not (self._up() and self.fits(batch, observer)):
+        """As Trunk.forward. Over lanes the step is only launched: see `confirm`."""
+        self._verdicts = {step: verdict for step, verdict in self._verdicts.items() if step == batch.step - 1}
+        self.ahead = self._up() and self.fits(batch, observer)
+        if not self.ahead:
+            self._settle()
             self._ran[batch.step % 2] = Ran(False)
             return self.trunk.forward(batch, experts, stamps, observer)
+        for lane in self._attached:
+            lane.announce(self._shape_of(batch.layout))
+        logits = super().forward(batch, experts, stamps, observer)
+        self._verdicts[batch.step] = to_host(self._lanes.verdict)
+        return logits
+
+    def _settle(self) -> None:
+        """What is in flight over lanes must be good before the host goes on with what it left. LinkDown when it is not."""
+        if self._verdicts and self._buffers.chosen.is_cuda:
+            torch.cuda.synchronize(self._buffers.chosen.device)
+        for verdict in self._verdicts.values():
+            self._judge(verdict)
+
+    def _judge(self, verdict: Tensor) -> None:
+        if lane := int(verdict):
+            raise LinkDown(lane - 1, self._lanes.reason(lane - 1))
+
+    def confirm(self, step: int) -> None:
+        """See Model."""
+        verdict = self._verdicts.pop(step, None)
+        if verdict is None:
+            return
         try:
-            for lane in self._attached:
-                lane.announce(self._shape_of(batch.layout))
-            logits = super().forward(batch, experts, stamps, observer)
-            if logits.is_cuda:
-                torch.cuda.current_stream(logits.device).synchronize()
-            self._lanes.confirm()
+            self._judge(verdict)
         except LinkDown as error:
             self._counts.breaks += 1
             self._not_before, self._pause_s = monotonic() + self._pause_s, min(2 * self._pause_s, LAST_PAUSE_S)
             log.warning("a step over p2p lanes broke off: worker %s: %s", self._named(error.worker), error)
+            self._verdicts.clear()
             self._drop()
             raise
         self._counts.steps += 1
         self._pause_s = FIRST_PAUSE_S if self._counts.steps % STEADY_STEPS == 0 else self._pause_s
-        return logits
 
     def _named(self, worker: int) -> str:
         return self._workers.rows[worker].address if 0 <= worker < len(self._workers.rows) else "?"
@@ -190,7 +213,7 @@ class LaneTrunk(CapturedTrunk):
         links = links if len(links) == len(self._workers.rows) else ()
         if self._attached and (links != self._links or any(lane.down for lane in self._attached)):
             self._drop()
-        if not self._attached and monotonic() >= self._not_before:
+        elif not self._attached and monotonic() >= self._not_before:
             self._opener.want(links)
             found = self._opener.take(links) if links else None
             if found is not None:

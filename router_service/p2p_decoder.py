@@ -36,7 +36,11 @@ class Lanes(Protocol):
         """out [N, H] = the sum of what the workers answered. lag: calls put since the awaited one."""
 
     def mirror(self) -> None:
-        """The end of a step."""
+        """The end of a step: the verdict on it."""
+
+    @property
+    def verdict(self) -> Tensor:
+        """int32 [1] on the device: not 0 from the end of a step that went wrong until lanes are attached or detached."""
 
 
 class LaneExperts:
@@ -46,8 +50,15 @@ class LaneExperts:
         self._lanes, self._places = lanes, {layer: place for place, layer in enumerate(spec.moe_layers)}
         self._out = torch.zeros(max_rows, spec.hidden_size, dtype=dtype, device=device)
         self._idle = torch.ones(max_rows, 1, dtype=torch.bool, device=device)
-        self._fault = torch.zeros(1, dtype=torch.int32, device=device)
         self._sent = 0  # calls of this step
+
+    def hold(self, batch: StepBatch) -> None:
+        """Rows of a step behind one that went wrong become idle: what that left is not theirs to build on."""
+        assert batch.paged is not None
+        void = self._lanes.verdict != 0
+        for places in (batch.slots, batch.paged.lengths, batch.held):
+            if places is not None:
+                places.masked_fill_(void, 0)
 
     def begin(self, idle: Tensor) -> None:
         """A step begins; idle [T, 1] marks padding."""
@@ -79,13 +90,13 @@ class LaneExperts:
 
     @property
     def fault(self) -> Tensor:
-        """int32 [1], always 0: `LaneTrunk` confirms every step."""
-        return self._fault
+        """The verdict; `LaneTrunk` asks for every step's."""
+        return self._lanes.verdict
 
     @property
     def counters(self) -> Tensor:
         """Workers count."""
-        return self._fault[:0]
+        return self._lanes.verdict[:0]
 
     def verified(self, counters: Tensor) -> Verified:
         """Workers tell."""
@@ -123,6 +134,7 @@ class LaneDecoder(Decoder):
     @torch.inference_mode()
     def forward(self, batch: StepBatch, mark: Mark = lambda layer, part: None) -> Tensor:
         """As Decoder.forward."""
+        self.experts.hold(batch)
         self.experts.begin(batch.slots[:, None] < self.trunk.cache.page_size)
         step = self._shape_of(batch.layout)
         return super().forward(batch, mark) if step.parts == 1 else self._in_turns(batch, step, mark)

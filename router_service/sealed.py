@@ -32,6 +32,7 @@ from forefetch.kernels.qkv import HeadNorms, enter
 from forefetch.spec import ModelSpec
 from router_service.batch import PrefillRows, StepBatch
 from router_service.cache import DenseStep, KvCache
+from router_service.pages import SCRATCH
 
 HALF = torch.float16
 
@@ -62,6 +63,7 @@ class SealedCache:
         self.sinks = torch.zeros((layers, 2, heads, lanes + 1, format.sinks, dim), dtype=HALF, device=device)
         self.rows = torch.zeros((layers, 2, heads, max_rows, dim), dtype=HALF, device=device)
         self.block_bytes = self.page_bytes(spec, format, exempt)
+        self._void: Tensor | None = None
         self._loaded: set[int] = set()  # first pages whose sinks no lane has taken yet
         self._first: OrderedDict[int, Tensor] = (
             OrderedDict()
@@ -147,6 +149,13 @@ class SealedCache:
         for rows in batch.prefills:
             self._commit_chunk(rows)
 
+    def heed(self, void: Tensor) -> None:
+        """While `void`, int32 [1] on the device, is not 0, no commit of decode rows seals a page or moves a tail."""
+        self._void = void
+
+    def _unless_void(self, numbers: Tensor, otherwise: int) -> Tensor:
+        return numbers if self._void is None else numbers.masked_fill(self._void != 0, otherwise)
+
     def _seal_tails(self, due: list[tuple[int, int, int]]) -> None:
         """(lane, page number, its index in the request): each lane's tail begins with a full page."""
         size, recent = self.page_size, self.format.recent
@@ -156,11 +165,11 @@ class SealedCache:
                 chosen, numbers = self._there(list(zip(*some, strict=True)))
                 k, v = (self.tails[:, kind][:, :, chosen, :size].flatten(0, 2) for kind in (0, 1))
                 blobs = seal(k, v, self.format, skip=self.format.sinks if first else 0)
-                self.pages[:, :, numbers] = blobs.view(*self.pages.shape[:2], len(some), -1)
+                self.pages[:, :, self._unless_void(numbers, SCRATCH)] = blobs.view(*self.pages.shape[:2], len(some), -1)
             for lane, page in some:
                 self._remember(page, self.sinks[:, :, :, lane] if first else None)
         if recent:
-            (lanes,) = self._there([[lane for lane, _, _ in due]])
+            lanes = self._unless_void(self._there([[lane for lane, _, _ in due]])[0], self.lanes)
             self.tails[..., lanes, :recent, :] = self.tails[..., lanes, size : size + recent, :]
 
     def _there(self, numbers: Sequence[Sequence[int]]) -> Tensor:

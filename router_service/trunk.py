@@ -67,6 +67,10 @@ class Cache(Protocol):
     def commit(self, batch: StepBatch) -> None:
         """The step of these rows can no longer fail: what is sealed is sealed now."""
 
+    def heed(self, void: torch.Tensor) -> None:
+        """From now on commits of decode rows change nothing while `void`, int32 [1] on the device, is not 0: for models whose
+        steps may turn out lost when they are read."""
+
     def read_block(self, page: int) -> bytes:
         """A sealed block's bytes. Any thread."""
 
@@ -135,11 +139,15 @@ class Model(Protocol):
 
     @property
     def ahead(self) -> bool:
-        """Whether `forward` returns before the device is done and cannot fail any more then, so that the next step may be
-        launched before this one is read."""
+        """Whether the last `forward` returned before the device was done, so that the next step may be launched before this
+        one is read."""
 
     def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None = None) -> torch.Tensor:
         """Runs the step's rows through all layers -> logits [S, V] of the rows that choose a token."""
+
+    def confirm(self, step: int) -> None:
+        """The step's tokens are on the host. LinkDown when it was lost all the same: then nothing of it counts, nor of what
+        was launched on it."""
 
     def timed(self, step: int, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
         """The step began, `forward` returned, and its tokens were on the host at these times of the monotonic clock.
@@ -203,6 +211,9 @@ class Trunk:
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         logits = linear(self._norm(x, self.final_norm), self.head).float()
         return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor
+
+    def confirm(self, step: int) -> None:
+        """`forward` has raised already what went wrong."""
 
     def timed(self, step: int, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
         """See Model; `forward` has stamped all layers itself."""

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forefetch.errors import LinkDown
 from forefetch.kernels.hop import triton as hop
 from forefetch.p2p.lane import LaneShape
 from forefetch.p2p.memory import Mapped
@@ -55,7 +54,8 @@ class DeviceLanes:
 
         table = torch.zeros(count, 2, dtype=torch.int64, device=device)
         self._state = hop.State(table, ints(2, count), ints(1), ints(ROOM, shape.layers, experts), ints(1) + 1)
-        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.verdict = ints(1)
+        """0, or 1 + the lane that did not answer, as of the last step's end."""
         self._blame = torch.arange(1, count + 1, dtype=torch.int32).pin_memory()
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._guard, self._reasons = threading.Lock(), dict[int, str]()
@@ -74,12 +74,12 @@ class DeviceLanes:
             state.turns.fill_(len(owners))
             state.table.copy_(torch.tensor([(port.inbox.address, port.outbox.address) for port in ports]))
             torch.cuda.synchronize(state.table.device)
-            self._seen.zero_()
 
     def detach(self) -> None:
-        """No lanes; waits for the device, so that their memory may go."""
+        """No lanes, and nothing is wrong with none; waits for the device, so that their memory may go."""
         torch.cuda.synchronize(self._state.table.device)
-        self._state.table.zero_()
+        for words in (self._state.table, self._state.fault, self.verdict):
+            words.zero_()
 
     def abort(self, lane: int, reason: str) -> None:
         """A lane's other side is gone: ends waits for it. Any thread."""
@@ -96,10 +96,10 @@ class DeviceLanes:
         hop.take(self._state, self._at, first, out, lag, self._patience_ns)
 
     def mirror(self) -> None:
-        """The step's end: lets the host see what went wrong."""
-        self._seen.copy_(self._state.fault, non_blocking=True)
+        """The step's end: the verdict on it. The fault may be set at any moment by `abort`; who is to act on the same must
+        read this copy, which changes in the order of steps alone."""
+        self.verdict.copy_(self._state.fault)
 
-    def confirm(self) -> None:
-        """LinkDown if a lane failed up to the last `mirror`, for which the caller has waited."""
-        if lane := int(self._seen):
-            raise LinkDown(lane - 1, self._reasons.get(lane - 1, f"no signal within {self._patience_ns / 1e9:g} s"))
+    def reason(self, lane: int) -> str:
+        """What was wrong with a lane that a verdict names."""
+        return self._reasons.get(lane, f"no signal within {self._patience_ns / 1e9:g} s")

@@ -54,16 +54,22 @@ class HostLanes:
         self._choose, self._patience_s, self._spin_ns = choose, patience_s, spin_ns
         self._ports: Sequence[HostPort] = ()
         self._owners = torch.empty(0)
-        self._sent = 0
+        self._sent = self._fault = 0
+        self._reasons = dict[int, str]()
+        self.verdict = torch.zeros(1, dtype=torch.int32)
+        """0, or 1 + the lane that did not answer, as of the last step's end."""
 
     def attach(self, ports: Sequence[HostPort], owners: Tensor) -> None:
         """From now on these; their counters are at zero. owners [R, L, E]: who evaluates row t's pair with expert e of MoE
         layer l."""
+        self.detach()
         self._ports, self._owners, self._sent = ports, owners, 0
+        self._reasons.clear()
 
     def detach(self) -> None:
-        """No lanes."""
-        self._ports = ()
+        """No lanes, and nothing is wrong with none."""
+        self._ports, self._fault = (), 0
+        self.verdict.zero_()
 
     def abort(self, lane: int, reason: str) -> None:
         """A lane's other side is gone: ends waits for it. Any thread."""
@@ -71,7 +77,10 @@ class HostLanes:
             self._ports[lane].abort(reason)
 
     def put(self, place: int, first: int, x: Tensor, logits: Tensor, idle: Tensor) -> None:
-        """Rows x [N, H] of MoE layer `place` with the choice from logits [N, E]; idle [N, 1] bool: padding."""
+        """Rows x [N, H] of MoE layer `place` with the choice from logits [N, E]; idle [N, 1] bool: padding. Behind a
+        fault nothing is sent."""
+        if self._fault or not self._ports:
+            return
         self._sent = self._sent + 1 & 0xFFFFFFFF
         ids, weights = self._choose(logits)
         ids = ids.masked_fill(idle, -1)
@@ -84,22 +93,28 @@ class HostLanes:
             port.segment.request_bell.ring(self._sent)
 
     def take(self, first: int, out: Tensor, lag: int) -> None:
-        """out [N, H] = the sum of the workers' rows first .. first + N, in their order. lag: calls put since the awaited
-        one."""
+        """out [N, H] = the sum of the workers' rows first .. first + N, in their order; whatever it is behind a fault. lag:
+        calls put since the awaited one."""
         total = torch.zeros(out.shape, dtype=torch.float32)
         for index, port in enumerate(self._ports):
-            try:
-                port.wait(port.segment.reply_bell, self._sent - lag & 0xFFFFFFFF, self._patience_s, self._spin_ns)
-            except LinkDown as error:
-                raise LinkDown(index, str(error)) from None
+            if self._fault == 0:
+                self._await(index, port, self._sent - lag & 0xFFFFFFFF)
             total += port.results[first : first + len(out)]
         out.copy_(total)
 
-    def mirror(self) -> None:
-        """Nothing is hidden from the host."""
+    def _await(self, lane: int, port: HostPort, wanted: int) -> None:
+        try:
+            port.wait(port.segment.reply_bell, wanted, self._patience_s, self._spin_ns)
+        except LinkDown as error:
+            self._fault, self._reasons[lane] = 1 + lane, str(error)
 
-    def confirm(self) -> None:
-        """`take` has raised already what went wrong."""
+    def mirror(self) -> None:
+        """The step's end: the verdict on it."""
+        self.verdict.fill_(self._fault)
+
+    def reason(self, lane: int) -> str:
+        """What was wrong with a lane that a verdict names."""
+        return self._reasons[lane]
 
 
 def _view(memory: memoryview, dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> Tensor:

@@ -37,6 +37,7 @@ class CountingTrunk:
 
     broken: list[Exception] = field(default_factory=list)
     gate: threading.Event = field(default_factory=threading.Event)
+    lost: set[int] = field(default_factory=set)  # steps that turn out lost when they are read
     nan_for: int = -1
     steps: int = 0
     ahead: bool = False
@@ -51,6 +52,10 @@ class CountingTrunk:
         logits = torch.nn.functional.one_hot((last + 1) % VOCAB, VOCAB).float()
         logits[last == self.nan_for] = float("nan")
         return logits
+
+    def confirm(self, step: int) -> None:
+        if step in self.lost:
+            raise LinkDown(0, "gone meanwhile")
 
     def timed(self, step: int, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
         return ended_ns - forwarded_ns

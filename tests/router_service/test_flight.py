@@ -111,6 +111,25 @@ def test_a_lost_worker_leaves_the_step_in_flight_alone() -> None:
     assert request.replayed_steps == 2
 
 
+def test_a_step_that_turns_out_lost_takes_the_one_behind_it_along() -> None:
+    rig = make_rig(ahead=True)
+    rig.trunk.lost = {1, 3}  # the steps behind are 2, which began before 1 was read, and 4
+    request, ended = rig.submit("a", prompt=3, max_tokens=6), rig.submit("b", prompt=7, max_tokens=40)
+    rig.engine.step()
+    rig.engine.step()
+    before = request.computed, request.owed, ended.computed
+    rig.engine.cancel(ended)
+    rig.engine.step()
+    assert not rig.engine._flights
+    assert (request.computed, request.owed, request.in_flight) == (before[0] - 1, 0, 0)
+    assert isinstance(rig.events["b"][-1], Cancelled)
+    assert rig.scheduler.pool.used == 2  # the pages of b went with the last step that had rows of it
+    run(rig)
+    assert told(rig, "a") == list(range(3, 9))
+    assert request.replayed_steps == 4
+    assert rig.scheduler.pool.used == 0
+
+
 def test_a_defect_waits_for_what_is_in_flight_and_frees_everything(caplog: pytest.LogCaptureFixture) -> None:
     rig = make_rig(ahead=True)
     rig.submit("a", prompt=3, max_tokens=9)
@@ -221,12 +240,13 @@ def drawn(rig: Rig, seed: int) -> dict[str, tuple[list[int], list[Any]]]:
 def test_draws_that_are_settled_late_are_those_of_steps_in_turn(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "WIDTHS", (3, 20))  # one-hot logits over 50 tokens: a draw falls behind the third often
     voided, answers = list[Request](), []
-    for ahead in (False, True):
+    for ahead, lost in ((False, set()), (True, set()), (True, set(range(seed, 200, 5)))):
         rig = make_rig(ahead=ahead)
+        rig.trunk.lost = lost
         void = rig.scheduler.void
         rig.scheduler.void = lambda chunk, void=void: (voided.append(chunk.request), void(chunk))[1]  # type: ignore[method-assign, misc]
         answers.append(drawn(rig, seed))
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
     assert voided
 
 

@@ -27,23 +27,21 @@ def until(condition: Any, timeout: float = 20.0) -> None:
 
 def test_a_lane_between_two_gpus() -> None:
     """One rig for all of it: weights and recorded steps take their time."""
-    from benchmarks.p2p import laned, local, prepared, requests_of, table_of, worker_on
+    from benchmarks.p2p import buffers_of, laned, logits_of, prepared, table_of, worker_on
     from forefetch.errors import LinkDown
-    from router_service.scheduler import Chunk, Plan
 
     with worker_on("cuda:1", MODEL, "int4") as process:
         rig = prepared(MODEL, "int4", "bfloat16", BATCH, CONTEXT)
         process.wait_ready(120.0)
         workers = table_of(rig, process, "int4")
 
-        def step(model: Any, buffers: Any, rows: int, number: int = 1) -> torch.Tensor:
-            requests = requests_of(rig, rows, CONTEXT)
-            batch = buffers.fill(number, Plan(tuple(Chunk(request, CONTEXT, 1) for request in requests), ()))
-            return model.forward(batch, None, None).clone()  # type: ignore[no-any-return]
+        def step(model: Any, buffers: Any, rows: int) -> torch.Tensor:
+            return logits_of(rig, model, buffers, rows, CONTEXT, number=1)
 
-        plain, plain_buffers = local(rig, BATCH // 2, CONTEXT)
+        plain_buffers, buffers = buffers_of(BATCH // 2, CONTEXT), buffers_of(BATCH, CONTEXT)
+        plain = rig.recorded(plain_buffers)
         half = step(plain, plain_buffers, BATCH // 2)
-        model, buffers = laned(rig, workers, BATCH, CONTEXT, 2, patience_s=1.0)
+        model = laned(rig, workers, BATCH, 2, buffers, patience_s=1.0)
         whole = step(model, buffers, BATCH)
         assert torch.equal(whole[: BATCH // 2], half), "a half is a step of its own, bit for bit"
         assert torch.equal(step(model, buffers, BATCH), whole)
