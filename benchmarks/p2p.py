@@ -56,12 +56,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--write", action="store_true", help="append to results.csv")
     arguments = parser.parse_args()
-    rows = []
     for row in hops() if arguments.hop else decodes(arguments):
-        rows.append(row)
         print(f"{row.case}: {row.metric} {row.value:.3f} {row.unit}", flush=True)
-    if arguments.write:
-        append(rows)
+        if arguments.write:
+            append([row])
 
 
 # ---- the bare hop ----

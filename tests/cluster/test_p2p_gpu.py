@@ -21,7 +21,8 @@ MODEL = "synthetic:qwen3-30b-a3b,layers=3,experts=16,hidden_size=128,moe_interme
 PROMPT = list(range(3, 40))
 LONG = 400
 FLOAT32 = ("--dtype=float32",)
-FLAGS = (*SMALL, *FLOAT32, "--worker-grace-s=60", "--p2p-halves-from=4", "--batch-buckets=1,2,4", "--max-batch=4")
+SEALED = ("--kv-format=e2m0", "--page-size=128", "--kv-memory-mb=64")  # pages are sealed while streams run
+FLAGS = (*SMALL, *SEALED, *FLOAT32, "--worker-grace-s=60", "--p2p-halves-from=4", "--batch-buckets=1,2,4", "--max-batch=4")
 
 
 def cluster_of(**changes: str) -> Cluster:
