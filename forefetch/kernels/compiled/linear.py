@@ -12,14 +12,15 @@ import torch
 from numba import carray, prange
 from torch import Tensor
 
-from forefetch.kernels.compiled.simd import LANES, PANEL, ROWS, VECTORS, block, floats_at
+from forefetch.kernels.compiled.simd import LANES, PANEL, ROWS, VECTORS, address_of, blocks, floats_at
 from forefetch.kernels.compiled.toolchain import compiled, worth_splitting
 
 FLOAT32, BFLOAT16 = np.int64(0), np.int64(1)  # as numbers of one type, so that nothing is compiled for each value
 
-_one, _two, _four = (block(rows, VECTORS, False) for rows in (1, 2, 4))
-_one_16, _two_16, _four_16 = (block(rows, VECTORS, True) for rows in (1, 2, 4))
-_thin, _thin_16 = block(1, 1, False), block(1, 1, True)
+_some, _some_16 = blocks(ROWS, VECTORS, False), blocks(ROWS, VECTORS, True)
+_thin, _thin_16 = blocks(1, 1, False), blocks(1, 1, True)
+AHEAD, AHEAD_ROWS = 4096, 8
+"""How far ahead of reading weights are asked for: so many bytes, but so many rows at least."""
 
 
 @dataclass(frozen=True)
@@ -54,29 +55,15 @@ def padded(columns: int) -> int:
 @compiled()
 def panel_times(x, ldx, rows, w, ldw, kind, count, out, ldo):
     """out[i][:PANEL] += x[rows[i]][:count] @ w[:count][:PANEL]."""
-    at, total = 0, len(rows)
+    at, total, which, ahead = 0, len(rows), address_of(rows), max(AHEAD, AHEAD_ROWS * ldw)
     while at < total:
-        o, first = out + at * ldo, x + rows[at] * ldx
-        if total - at >= 4 and ROWS == 4:
-            xs = (first, x + rows[at + 1] * ldx, x + rows[at + 2] * ldx, x + rows[at + 3] * ldx)
-            outs = (o, o + ldo, o + 2 * ldo, o + 3 * ldo)
-            if kind == BFLOAT16:
-                _four_16(xs, w, ldw, count, outs)
-            else:
-                _four(xs, w, ldw, count, outs)
-            at += 4
-        elif total - at >= 2:
-            if kind == BFLOAT16:
-                _two_16((first, x + rows[at + 1] * ldx), w, ldw, count, (o, o + ldo))
-            else:
-                _two((first, x + rows[at + 1] * ldx), w, ldw, count, (o, o + ldo))
-            at += 2
+        left = total - at
+        size = -(-left // -(-left // ROWS))  # blocks of nearly the same size: five rows and four, not six and three
+        if kind == BFLOAT16:
+            _some_16(size, x, ldx, which + 8 * at, w, ldw, count, out + at * ldo, ldo, ahead)
         else:
-            if kind == BFLOAT16:
-                _one_16((first,), w, ldw, count, (o,))
-            else:
-                _one((first,), w, ldw, count, (o,))
-            at += 1
+            _some(size, x, ldx, which + 8 * at, w, ldw, count, out + at * ldo, ldo, ahead)
+        at += size
 
 
 @compiled()
@@ -84,15 +71,15 @@ def edge_times(x, ldx, rows, w, ldw, kind, count, columns, out, ldo):
     """The same for fewer columns than a panel's: vector by vector, then number by number."""
     size = 2 if kind == BFLOAT16 else 4
     for at in range(len(rows)):
-        row, column = x + rows[at] * ldx, 0
+        which, column = address_of(rows) + 8 * at, 0
         while column + LANES <= columns:
             o = out + at * ldo + 4 * column
             if kind == BFLOAT16:
-                _thin_16((row,), w + 2 * column, ldw, count, (o,))
+                _thin_16(1, x, ldx, which, w + 2 * column, ldw, count, o, ldo, ldw)
             else:
-                _thin((row,), w + 4 * column, ldw, count, (o,))
+                _thin(1, x, ldx, which, w + 4 * column, ldw, count, o, ldo, ldw)
             column += LANES
-        values, sums = carray(floats_at(row), count), carray(floats_at(out + at * ldo), columns)
+        values, sums = carray(floats_at(x + rows[at] * ldx), count), carray(floats_at(out + at * ldo), columns)
         while column < columns:
             total = sums[column]
             for k in range(count):

@@ -21,8 +21,8 @@ intrinsic: Any = _numba_intrinsic
 _FEATURES = llvm.get_host_cpu_features()
 LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx2") else 4
 """float32 numbers of a vector register."""
-ROWS = 2 if _FEATURES.get("avx2") and LANES == 8 else 4
-"""Most rows of a block: 4 x 4 sums need 32 registers, which AVX2 does not have."""
+ROWS = 6 if LANES == 16 else 2 if LANES == 8 else 4
+"""Most rows of a block: 6 x 4 sums, 4 weights and a factor fit into AVX-512's 32 registers, 2 x 4 into the 16 of AVX2."""
 VECTORS = 4
 """Vectors of a block's columns."""
 PANEL = LANES * VECTORS
@@ -30,46 +30,68 @@ PANEL = LANES * VECTORS
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS, _SHORTS = (ir.VectorType(kind, LANES) for kind in (_F32, _I32, _I16))
+_NEAR = 3  # prefetches go to the first cache
 _CLOCK = getattr(time, "CLOCK_UPTIME_RAW", getattr(time, "CLOCK_MONOTONIC", 1))  # the one of perf_counter_ns
 
 
-def block(rows: int, vectors: int, bfloat16: bool) -> Any:
-    """(xs, w, ldw, count, outs): outs[r][:] += sum over k < count of xs[r][k] * w[k][:], `vectors` registers wide.
+def blocks(most: int, vectors: int, bfloat16: bool) -> Any:
+    """(rows, x, ldx, which, w, ldw, count, out, ldo, ahead): out[r][:] += sum over k < count of x[which[r]][k] * w[k][:].
 
-    xs, outs: tuples of `rows` addresses of float32; w: address of the first row, ldw: bytes between rows, of float32 or
-    bfloat16, which is widened: no value changes.
+    For r < rows <= `most`; w and out are `vectors` registers wide. x, w, out: addresses; which: address of int64 numbers; ld:
+    bytes between rows. x and out are float32, w is that or bfloat16, which is widened: no value changes. What is read of w
+    is asked for `ahead` bytes before, wherever that is: asking is harmless.
     """
 
     @intrinsic
-    def multiply(context, xs, w, ldw, count, outs):
-        addresses = types.UniTuple(types.intp, rows)
-
+    def multiply(context, rows, x, ldx, which, w, ldw, count, out, ldo, ahead):
         def generate(ctx, b, signature, arguments):
-            xs, w, ldw, count, outs = arguments
-            x = [b.inttoptr(b.extract_value(xs, r), _F32.as_pointer()) for r in range(rows)]
-            places = [[_vector(b, b.extract_value(outs, r), c * LANES * 4) for c in range(vectors)] for r in range(rows)]
-            sums = [[cgutils.alloca_once_value(b, _load(b, place, 4)) for place in row] for row in places]
-            with cgutils.for_range(b, count, intp=_I64) as loop:
-                at = b.add(w, b.mul(loop.index, ldw))
-                weights = [_weight(b, at, c, bfloat16) for c in range(vectors)]
-                for r in range(rows):
-                    value = _spread(b, b.load(b.gep(x[r], [loop.index])))
-                    for weight, total in zip(weights, sums[r], strict=True):
-                        b.store(_fma(b, value, weight, b.load(total)), total)
-            for row, totals in zip(places, sums, strict=True):
-                for place, total in zip(row, totals, strict=True):
-                    b.store(b.load(total), place).align = 4
+            done = b.append_basic_block("done")
+            choice = b.switch(arguments[0], done)
+            for number in range(1, most + 1):
+                case = b.append_basic_block(f"rows{number}")
+                choice.add_case(ir.Constant(_I64, number), case)
+                b.position_at_end(case)
+                _multiply(b, number, vectors, bfloat16, arguments[1:])
+                b.branch(done)
+            b.position_at_end(done)
             return ctx.get_dummy_value()
 
-        return types.void(addresses, types.intp, types.intp, types.intp, addresses), generate
+        return types.void(*[types.int64] * 10), generate
 
     return multiply
 
 
-def dots(rows: int, keys: int) -> Any:
+def _multiply(b: ir.IRBuilder, rows: int, vectors: int, bfloat16: bool, arguments: Any) -> None:
+    """One block of `blocks`."""
+    x, ldx, which, w, ldw, count, out, ldo, ahead = arguments
+    numbers = [b.load(b.gep(b.inttoptr(which, _I64.as_pointer()), [ir.Constant(_I64, r)])) for r in range(rows)]
+    factors = [b.inttoptr(b.add(x, b.mul(number, ldx)), _F32.as_pointer()) for number in numbers]
+    lines = [b.add(out, b.mul(ldo, ir.Constant(_I64, r))) for r in range(rows)]
+    places = [[_vector(b, line, c * LANES * 4) for c in range(vectors)] for line in lines]
+    sums = []
+    for row in places:
+        begun = [_load(b, place, 4) for place in row]
+        sums.append([cgutils.alloca_once_value(b, value) for value in (_parted(b, begun) if bfloat16 else begun)])
+    with cgutils.for_range(b, count, intp=_I64) as loop:
+        at = b.add(w, b.mul(loop.index, ldw))
+        for line in range(0, vectors * LANES * (2 if bfloat16 else 4), 64):
+            _prefetch(b, b.add(at, b.add(ahead, ir.Constant(_I64, line))))
+        weights = _weights(b, at, vectors, bfloat16)
+        for factor, totals in zip(factors, sums, strict=True):
+            value = _spread(b, b.load(b.gep(factor, [loop.index])))
+            for weight, total in zip(weights, totals, strict=True):
+                b.store(_fma(b, value, weight, b.load(total)), total)
+    for row, totals in zip(places, sums, strict=True):
+        ended = [b.load(total) for total in totals]
+        for place, value in zip(row, _joined(b, ended) if bfloat16 else ended, strict=True):
+            b.store(value, place).align = 4
+
+
+def dots(rows: int, keys: int, ahead: int = 8) -> Any:
     """(qs, k, ldk, count, outs): outs[r][j] = sum over d < count of qs[r][d] * k[j][d], for j < `keys`; count in vectors.
 
-    qs, outs: tuples of `rows` addresses of float32; k: address of the first key, ldk: bytes between keys.
+    qs, outs: tuples of `rows` addresses of float32; k: address of the first key, ldk: bytes between keys. Keys are asked for
+    `ahead` before they are read.
     """
 
     @intrinsic
@@ -84,6 +106,7 @@ def dots(rows: int, keys: int) -> Any:
                 at = b.mul(loop.index, ir.Constant(_I64, LANES * 4))
                 queries = [_load(b, _vector(b, b.add(b.extract_value(qs, r), at), 0), 4) for r in range(rows)]
                 for j in range(keys):
+                    _prefetch(b, b.add(b.add(k, b.mul(ldk, ir.Constant(_I64, j + ahead))), at))
                     key = _load(b, _vector(b, b.add(b.add(k, b.mul(ldk, ir.Constant(_I64, j))), at), 0), 4)
                     for query, totals in zip(queries, sums, strict=True):
                         b.store(_fma(b, query, key, b.load(totals[j])), totals[j])
@@ -153,13 +176,51 @@ def _load(b: ir.IRBuilder, place: ir.Value, align: int) -> ir.Value:
     return value
 
 
-def _weight(b: ir.IRBuilder, address: ir.Value, vector: int, bfloat16: bool) -> ir.Value:
-    """A vector of a row; bfloat16 is the upper half of a float32."""
+def _weights(b: ir.IRBuilder, address: ir.Value, vectors: int, bfloat16: bool) -> list[ir.Value]:
+    """The vectors of a row, bfloat16 in the order of `_parted`.
+
+    A bfloat16 is the upper half of a float32, so a register of them is two of float32 at one instruction each: every second
+    number where it is, and those between shifted up.
+    """
     if not bfloat16:
-        return _load(b, _vector(b, address, vector * LANES * 4), 4)
-    place = b.inttoptr(b.add(address, ir.Constant(_I64, vector * LANES * 2)), _SHORTS.as_pointer())
-    bits = b.shl(b.zext(_load(b, place, 2), _INTS), ir.Constant(_INTS, [16] * LANES))
-    return b.bitcast(bits, _FLOATS)
+        return [_load(b, _vector(b, address, c * LANES * 4), 4) for c in range(vectors)]
+    found = []
+    for c in range(0, vectors - 1, 2):
+        place = b.inttoptr(b.add(address, ir.Constant(_I64, c * LANES * 2)), _INTS.as_pointer())
+        both = _load(b, place, 2)
+        even, odd = b.shl(both, ir.Constant(_INTS, [16] * LANES)), b.and_(both, ir.Constant(_INTS, [0xFFFF0000] * LANES))
+        found += [b.bitcast(even, _FLOATS), b.bitcast(odd, _FLOATS)]
+    if vectors % 2:
+        place = b.inttoptr(b.add(address, ir.Constant(_I64, (vectors - 1) * LANES * 2)), _SHORTS.as_pointer())
+        bits = b.shl(b.zext(_load(b, place, 2), _INTS), ir.Constant(_INTS, [16] * LANES))
+        found.append(b.bitcast(bits, _FLOATS))
+    return found
+
+
+def _parted(b: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
+    """Each two vectors: first their numbers at even places, then those at odd ones."""
+    return _shuffled(b, vectors, list(range(0, 2 * LANES, 2)), list(range(1, 2 * LANES, 2)))
+
+
+def _joined(b: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
+    """The inverse."""
+    order = [half + i for i in range(LANES) for half in (0, LANES)]
+    return _shuffled(b, vectors, order[:LANES], order[LANES:])
+
+
+def _shuffled(b: ir.IRBuilder, vectors: list[ir.Value], first: list[int], second: list[int]) -> list[ir.Value]:
+    found = []
+    for one, two in zip(vectors[0::2], vectors[1::2], strict=False):
+        found += [b.shuffle_vector(one, two, ir.Constant(_INTS, order)) for order in (first, second)]
+    return found + vectors[len(found) :]
+
+
+def _prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
+    """Asks for a line of memory that will be read; no address is wrong."""
+    bytes_at = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [bytes_at, _I32, _I32, _I32])
+    ask = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+    b.call(ask, [b.inttoptr(address, bytes_at), _I32(0), _I32(_NEAR), _I32(1)])
 
 
 def _spread(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
