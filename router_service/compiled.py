@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from forefetch.kernels.compiled import layer, step
+from forefetch.kernels.compiled.crew import Crew
 from forefetch.kernels.compiled.linear import Packed, padded
-from forefetch.kernels.compiled.locks import compiling, threads
+from forefetch.kernels.compiled.locks import compiling, helpers
 from forefetch.telemetry.ring import StepStamps
 from router_service.batch import StepBatch
 from router_service.cache import KvCache
@@ -51,8 +52,10 @@ class CompiledTrunk:
         self.weights, self.model = Weights(trunk), _model(trunk)
         self.buffers = _buffers(self.model, max_rows)
         self._workers, self._local = workers, local
-        self._spare = 0 if local else 1  # workers in other processes need a core while this one computes
-        self._experts = local.experts.room(max_rows) if local else None
+        self._experts = experts = local.experts.room(max_rows) if local else None
+        model, buffers = self.model, self.buffers
+        # Workers in other processes need a core while this one computes.
+        self._crew = Crew(helpers(0 if local else 1), lambda board, number: step.assist(board, number, model, buffers, experts))
         self._mlp = _mlp(trunk, max_rows)
         self._times: Longs = np.zeros((trunk.spec.layers, step.TIMES), dtype=np.int64)
         self._logits: Floats = np.zeros((max_rows, padded(trunk.spec.vocab_size)), dtype=np.float32)
@@ -64,13 +67,12 @@ class CompiledTrunk:
         trunk, none = self.trunk, np.zeros((0, self.model.dim), dtype=np.float32)
         nobody: Longs = np.zeros(0, dtype=np.int64)
         rows = layer.Rows(nobody, nobody, np.zeros((0, 1), dtype=np.int64), none, none)
-        with compiling(), threads(self._spare) as several:
-            self._layers(rows, several)
+        with compiling():
+            self._layers(rows)
             if self._local is None or observed:
                 table = self.weights.tables[trunk.spec.moe_layers[0]]
-                layer.attended(self.model, table, rows, self.buffers, several)
-                layer.gate(self.model, table, self.buffers, 0, several)
-        with compiling():
+                layer.attended(self.model, table, rows, self.buffers, self.board)
+                layer.gate(self.model, table, self.buffers, 0, self.board)
             self.head(nobody)
 
     @torch.inference_mode()
@@ -83,8 +85,7 @@ class CompiledTrunk:
         if self._local is None or observer is not None:
             return self.trunk.forward(batch, experts, stamps, observer, front)
         self.buffers.x[:count] = self.trunk.embedded(batch).numpy()
-        with threads(self._spare) as several:
-            self._layers(front.rows, several)
+        self._layers(front.rows)
         self._stamp(stamps, self._local, count)
         started = perf_counter_ns()
         logits = front.logits()
@@ -102,16 +103,20 @@ class CompiledTrunk:
         """Logits [S, V] of rows `which` of buffers.x."""
         spec, buffers, weights = self.trunk.spec, self.buffers, self.weights
         norm = self.trunk.final_norm.data_ptr()
-        with threads(self._spare) as several:
-            scratch = buffers.normed, buffers.order, self._logits
-            step.head(buffers.x, which, norm, weights.head, self.model.eps, *scratch, spec.vocab_size, several)
+        scratch = buffers.normed, buffers.order, self._logits
+        step.head(buffers.x, which, norm, weights.head, self.model.eps, *scratch, spec.vocab_size, self.board)
         logits = torch.from_numpy(self._logits)[: len(which), : spec.vocab_size]
         return logits if spec.logits_divisor == 1.0 else logits / spec.logits_divisor
 
-    def _layers(self, rows: layer.Rows, several: int) -> None:
+    @property
+    def board(self) -> Longs:
+        """Over which helpers are told what to do."""
+        return self._crew.board
+
+    def _layers(self, rows: layer.Rows) -> None:
         """All layers with local experts; nothing without them."""
         if self._experts is not None:
-            whole = self._experts, self._mlp, self._workers.load, self._times, several
+            whole = self._experts, self._mlp, self._workers.load, self._times, self.board
             step.layers(self.model, self.weights.tables, rows, self.buffers, *whole)
 
     def _stamp(self, stamps: StepStamps, local: Local, rows: int) -> None:
@@ -144,16 +149,14 @@ class Front:
         compiled, count = self._compiled, len(x)
         buffers = compiled.buffers
         buffers.x[:count] = x.numpy()
-        with threads() as several:
-            layer.attended(compiled.model, compiled.weights.tables[index], self.rows, buffers, several)
+        layer.attended(compiled.model, compiled.weights.tables[index], self.rows, buffers, compiled.board)
         return torch.from_numpy(buffers.x[:count]), torch.from_numpy(buffers.normed[:count])
 
     def chosen(self, index: int) -> tuple[Tensor, Tensor]:
         """Choice ids, weights [T, K] of what `attended` left. Valid until the next layer."""
         compiled, count = self._compiled, len(self.rows.slots)
         buffers = compiled.buffers
-        with threads() as several:
-            layer.gate(compiled.model, compiled.weights.tables[index], buffers, count, several)
+        layer.gate(compiled.model, compiled.weights.tables[index], buffers, count, compiled.board)
         return torch.from_numpy(buffers.ids[:count]), torch.from_numpy(buffers.weights[:count])
 
     def logits(self, x: Tensor | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from forefetch.kernels.compiled.toolchain import compiled, worth_splitting
 
 
 @compiled()
-def _expert(x, rows, begin, end, w13, w2, kind, hidden, active, result, count):
+def expert(x, rows, begin, end, w13, w2, kind, hidden, active, result, count):
     """The pairs begin .. end of one expert, whose matrices are at the addresses w13 [H, 2I] and w2 [I, H]."""
     size, inputs, width = 2 if kind == BFLOAT16 else 4, x.shape[1], active.shape[1]
     hidden[begin:end] = 0
@@ -37,7 +37,7 @@ def _split(x, rows, first, groups, slots, pool, strides, kind, hidden, active, r
     for index in prange(len(groups)):
         i = np.int64(index)
         group, at = groups[i], pool + slots[i] * strides[0]
-        _expert(x, rows, first[group], first[group + 1], at, at + strides[1], kind, hidden, active, result, count)
+        expert(x, rows, first[group], first[group + 1], at, at + strides[1], kind, hidden, active, result, count)
 
 
 @compiled()
@@ -56,7 +56,7 @@ def evaluate(x, rows, first, groups, slots, pool, strides, kind, hidden, active,
         return
     for i in range(len(groups)):
         group, at = groups[i], pool + slots[i] * strides[0]
-        _expert(x, rows, first[group], first[group + 1], at, at + strides[1], kind, hidden, active, result, count)
+        expert(x, rows, first[group], first[group + 1], at, at + strides[1], kind, hidden, active, result, count)
 
 
 @compiled()
@@ -80,14 +80,14 @@ def sort_pairs(ids, number, rows, place, first, slots):
     each of the G: where its pairs begin; then P) and slots [E] (of the G).
     """
     columns, counts = ids.shape[1], np.zeros(len(number), np.int64)
-    for expert in ids.ravel():
-        counts[expert] += 1
+    for one in ids.ravel():
+        counts[one] += 1
     found, begun = 0, 0
-    for expert in range(len(number)):
-        size = counts[expert]
-        counts[expert] = begun  # from here on: where its next pair goes
+    for one in range(len(number)):
+        size = counts[one]
+        counts[one] = begun  # from here on: where its next pair goes
         if size:
-            first[found], slots[found] = begun, number[expert]
+            first[found], slots[found] = begun, number[one]
             found += 1
             begun += size
     first[found] = begun

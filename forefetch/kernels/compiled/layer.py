@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, prange
+from numba import carray
 
-from forefetch.kernels.compiled.linear import FLOAT32, matrix_times, panels_times
+from forefetch.kernels.compiled.crew import STEP, finish, join, post, shared, take
+from forefetch.kernels.compiled.linear import FLOAT32, matrix_times, product
 from forefetch.kernels.compiled.maths import exp, rms_norm, softmax
-from forefetch.kernels.compiled.simd import LANES, PANEL, address_of, dots, floats_at
-from forefetch.kernels.compiled.toolchain import compiled, worth_splitting
+from forefetch.kernels.compiled.simd import LANES, address_of, dots, floats_at, longs_at
+from forefetch.kernels.compiled.toolchain import compiled, takes_ns
 
 _dots14, _dots24, _dots11, _dots21 = dots(1, 4), dots(2, 4), dots(1, 1), dots(2, 1)
 
@@ -24,6 +25,7 @@ INPUT_NORM, POST_NORM, Q_NORM, K_NORM, QKV_BIAS, O_BIAS, K_POOL, V_POOL, SHARED,
 QKV, OUTPUT, GATE, W13, W2 = range(10, 20, 2)
 COLUMNS = 20
 NOTHING = np.int64(0)
+ENTER, ATTEND = 1, 2  # kinds of a crew's jobs
 NO_NORM, HEAD_NORM, FULL_NORM = 0, 1, 2
 
 
@@ -71,20 +73,40 @@ class Buffers(NamedTuple):
 
 
 @compiled()
-def product(x, matrix, kind, buffer, order, outputs, bias, threads):
-    """buffer [T, N] = x [T, K] times a packed matrix, plus the bias at an address if that is not 0."""
-    buffer[: len(x)] = 0
-    if bias:
-        values = carray(floats_at(bias), outputs)
-        for row in range(len(x)):
-            buffer[row, :outputs] = values
-    panels, rows = -(-outputs // PANEL), order[: len(x)]
-    x_at, out_at = address_of(x), address_of(buffer)
-    panels_times(x_at, 4 * x.shape[1], rows, matrix, kind, x.shape[1], panels, out_at, 4 * buffer.shape[1], threads)
+def lay_out(board, table, rows):
+    """Tells helpers of a layer's addresses and the step's rows."""
+    words = board[STEP:]
+    words[0], words[1], words[2], words[3] = (
+        address_of(table),
+        len(rows.slots),
+        address_of(rows.slots),
+        address_of(rows.lengths),
+    )
+    words[4], words[5], words[6], words[7] = (
+        address_of(rows.pages),
+        rows.pages.shape[1],
+        address_of(rows.cos),
+        address_of(rows.sin),
+    )
 
 
 @compiled()
-def attended(model, table, rows, buffers, threads):
+def laid_out(board, model):
+    """(table, rows) as `lay_out` told them."""
+    words = board[STEP:]
+    count, dim = words[1], model.dim
+    rows = Rows(
+        carray(longs_at(words[2]), count),
+        carray(longs_at(words[3]), count),
+        carray(longs_at(words[4]), (count, words[5])),
+        carray(floats_at(words[6]), (count, dim)),
+        carray(floats_at(words[7]), (count, dim)),
+    )
+    return carray(longs_at(words[0]), COLUMNS), rows
+
+
+@compiled()
+def attended(model, table, rows, buffers, board):
     """buffers.x = the residual behind attention, buffers.normed = what comes next reads."""
     hidden, inner = model.hidden, model.heads * model.dim
     count = len(rows.slots)
@@ -93,12 +115,16 @@ def attended(model, table, rows, buffers, threads):
     for row in range(count):
         rms_norm(x[row], weight, model.eps, normed[row])
     wide = inner + 2 * model.kv_heads * model.dim
-    product(normed, table[QKV], table[QKV + 1], buffers.qkv, buffers.order, wide, table[QKV_BIAS], threads)
-    for row in range(count):
-        enter(model, table, buffers.qkv[row], rows.slots[row], rows.cos[row], rows.sin[row])
-    attend(model, table, rows, buffers, threads)
+    product(normed, table[QKV], table[QKV + 1], buffers.qkv, buffers.order, wide, table[QKV_BIAS], board)
+    lay_out(board, table, rows)
+    in_turn(model, table, rows, buffers, board, ENTER, count, 2000 * count)
+    seen = 0
+    for length in rows.lengths:
+        seen += length
+    ns = takes_ns(8 * seen * model.kv_heads * model.dim, 4 * seen * model.heads * model.dim)
+    in_turn(model, table, rows, buffers, board, ATTEND, count * model.kv_heads, ns)
     matrix, kind, bias = table[OUTPUT], table[OUTPUT + 1], table[O_BIAS]
-    product(buffers.attended[:count], matrix, kind, buffers.product, buffers.order, hidden, bias, threads)
+    product(buffers.attended[:count], matrix, kind, buffers.product, buffers.order, hidden, bias, board)
     weight = carray(floats_at(table[POST_NORM]), hidden)
     for row in range(count):
         added(x[row], buffers.product[row], model.residual)
@@ -147,26 +173,32 @@ def rotate(x, cos, sin):
 
 
 @compiled()
-def attend(model, table, rows, buffers, threads):
-    """buffers.attended of all rows, one (row, KV head) after the other or split among threads."""
-    seen = 0
-    for length in rows.lengths:
-        seen += length
-    if threads > 1 and worth_splitting(8 * seen * model.kv_heads * model.dim, 4 * seen * model.heads * model.dim):
-        _attend_split(model, table, rows, buffers)
+def in_turn(model, table, rows, buffers, board, kind, items, ns):
+    """ENTER or ATTEND of all rows, alone or with helpers; `ns`: what it takes one thread, about."""
+    if shared(board, ns):
+        post(board, kind, items)
+        item = take(board)
+        while item >= 0:
+            one_of(model, table, rows, buffers, kind, item)
+            finish(board)
+            item = take(board)
+        join(board, items)
     else:
-        for item in range(len(rows.lengths) * model.kv_heads):
-            _attend_one(model, table, rows, buffers, item)
-
-
-@compiled(parallel=True)
-def _attend_split(model, table, rows, buffers):
-    for item in prange(len(rows.lengths) * model.kv_heads):
-        _attend_one(model, table, rows, buffers, np.int64(item))
+        for item in range(items):
+            one_of(model, table, rows, buffers, kind, item)
 
 
 @compiled()
-def _attend_one(model, table, rows, buffers, item):
+def one_of(model, table, rows, buffers, kind, item):
+    """A row that enters the cache, or the queries of one that read one KV head."""
+    if kind == ENTER:
+        enter(model, table, buffers.qkv[item], rows.slots[item], rows.cos[item], rows.sin[item])
+    else:
+        attend(model, table, rows, buffers, item)
+
+
+@compiled()
+def attend(model, table, rows, buffers, item):
     """The queries of one row that read one KV head."""
     row, head, group, dim = item // model.kv_heads, item % model.kv_heads, model.heads // model.kv_heads, model.dim
     length, stride = rows.lengths[row], 4 * model.dim
@@ -222,10 +254,10 @@ def score(q, keys, stride, dim, group, count, scores, first):
 
 
 @compiled()
-def gate(model, table, buffers, count, threads):
+def gate(model, table, buffers, count, board):
     """buffers.ids and weights of the first `count` rows, from buffers.normed."""
     x, out = buffers.normed[:count], buffers.logits
-    product(x, table[GATE], table[GATE + 1], out, buffers.order, model.experts, NOTHING, threads)
+    product(x, table[GATE], table[GATE + 1], out, buffers.order, model.experts, NOTHING, board)
     taken = np.empty(model.experts, np.bool_)
     for row in range(count):
         choose(out[row, : model.experts], taken, model.over_chosen, buffers.ids[row], buffers.weights[row])

@@ -9,17 +9,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numba import carray, prange
+from numba import carray
 from torch import Tensor
 
-from forefetch.kernels.compiled.simd import LANES, PANEL, ROWS, VECTORS, address_of, blocks, floats_at
-from forefetch.kernels.compiled.toolchain import compiled, worth_splitting
+from forefetch.kernels.compiled.crew import ARGUMENTS, finish, join, post, shared, take
+from forefetch.kernels.compiled.simd import LANES, PANEL, ROWS, VECTORS, address_of, blocks, floats_at, longs_at
+from forefetch.kernels.compiled.toolchain import compiled, takes_ns
 
 FLOAT32, BFLOAT16 = np.int64(0), np.int64(1)  # as numbers of one type, so that nothing is compiled for each value
 
+PRODUCT = 0
+"""Its kind as a crew's job; an item is a panel."""
 _some, _some_16 = blocks(ROWS, VECTORS, False), blocks(ROWS, VECTORS, True)
 _thin, _thin_16 = blocks(1, 1, False), blocks(1, 1, True)
-AHEAD, AHEAD_ROWS = 4096, 8
+AHEAD, AHEAD_ROWS = 2048, 4
 """How far ahead of reading weights are asked for: so many bytes, but so many rows at least."""
 
 
@@ -110,20 +113,40 @@ def matrix_times(x, ldx, rows, w, ldw, kind, count, columns, out, ldo):
         edge_times(x, ldx, rows, w + size * column, ldw, kind, count, columns - column, out + 4 * column, ldo)
 
 
-@compiled(parallel=True)
-def _split(x, ldx, rows, w, kind, count, panels, out, ldo):
-    stride = (2 if kind == BFLOAT16 else 4) * PANEL
-    for index in prange(panels):
-        panel = np.int64(index)  # an unsigned one would compile everything below again
-        panel_times(x, ldx, rows, w + panel * count * stride, stride, kind, count, out + 4 * panel * PANEL, ldo)
+@compiled()
+def product(x, matrix, kind, buffer, order, outputs, bias, board):
+    """buffer [T, N] = x [T, K] times a packed matrix, plus the bias at an address if that is not 0; N in whole panels."""
+    rows, count = len(x), x.shape[1]
+    panels = -(-outputs // PANEL)
+    job = board[ARGUMENTS:]
+    job[0], job[1], job[2], job[3], job[4] = address_of(x), count, address_of(order), rows, matrix
+    job[5], job[6], job[7], job[8], job[9] = kind, address_of(buffer), 4 * buffer.shape[1], outputs, bias
+    size = 2 if kind == BFLOAT16 else 4
+    if shared(board, takes_ns(size * count * panels * PANEL, 2 * rows * count * panels * PANEL)):
+        post(board, PRODUCT, panels)
+        panel = take(board)
+        while panel >= 0:
+            product_panel(board, panel)
+            finish(board)
+            panel = take(board)
+        join(board, panels)
+    else:
+        for panel in range(panels):
+            product_panel(board, panel)
 
 
 @compiled()
-def panels_times(x, ldx, rows, w, kind, count, panels, out, ldo, threads):
-    """out[i] += x[rows[i]] @ w for a packed w; out has room for whole panels."""
-    stride = (2 if kind == BFLOAT16 else 4) * PANEL
-    if threads > 1 and worth_splitting(count * panels * stride, 2 * len(rows) * count * panels * PANEL):
-        _split(x, ldx, rows, w, kind, count, panels, out, ldo)
-    else:
-        for panel in range(panels):
-            panel_times(x, ldx, rows, w + panel * count * stride, stride, kind, count, out + 4 * panel * PANEL, ldo)
+def product_panel(board, panel):
+    """One panel of the product that is on the board."""
+    job = board[ARGUMENTS:]
+    x, count, order, rows, matrix = job[0], job[1], job[2], job[3], job[4]
+    kind, out, ldo, outputs, bias = job[5], job[6], job[7], job[8], job[9]
+    stride, to = (2 if kind == BFLOAT16 else 4) * PANEL, out + 4 * panel * PANEL
+    real = min(PANEL, outputs - panel * PANEL) if bias else 0
+    for row in range(rows):
+        line = carray(floats_at(to + row * ldo), PANEL)
+        line[real:] = 0
+        if bias:
+            line[:real] = carray(floats_at(bias + 4 * panel * PANEL), real)
+    which = carray(longs_at(order), rows)
+    panel_times(x, 4 * count, which, matrix + panel * count * stride, stride, kind, count, to, ldo)

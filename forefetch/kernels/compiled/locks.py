@@ -18,6 +18,11 @@ numba.config.THREADING_LAYER = "workqueue"  # idle threads sleep: an OpenMP of i
 _GUARD = threading.Lock()
 
 
+def helpers(spare: int = 1) -> int:
+    """How many threads may help one that computes all the time: see `threads`."""
+    return min(torch.get_num_threads(), max(1, numba.config.NUMBA_NUM_THREADS - spare)) - 1
+
+
 @contextmanager
 def threads(spare: int = 1) -> Iterator[int]:
     """How many threads a kernel may use: PyTorch's, but `spare` cores are left to who computes, sends and receives meanwhile,

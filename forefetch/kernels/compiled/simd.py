@@ -142,6 +142,16 @@ def floats_at(context, address):
 
 
 @intrinsic
+def longs_at(context, address):
+    """The address as a pointer to int64, for `numba.carray`."""
+
+    def generate(ctx, b, signature, arguments):
+        return b.inttoptr(arguments[0], _I64.as_pointer())
+
+    return types.CPointer(types.int64)(types.intp), generate
+
+
+@intrinsic
 def address_of(context, array):
     """Of an array's first element, as the signed integer that all addresses are here."""
 

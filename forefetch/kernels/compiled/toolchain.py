@@ -14,7 +14,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 SPLIT_NS = 60_000
 """Estimated time from which work is split among threads: waking them takes some 20 us."""
-BYTES_PER_NS, FLOPS_PER_NS = 16, 80
+BYTES_PER_NS, FLOPS_PER_NS = 12, 100
 """What one core reads of cold memory and multiplies (benchmarks/LOG.md); only the split is decided by it."""
 
 
@@ -51,6 +51,12 @@ def compiled(**options: Any) -> Callable[[F], F]:
 
 
 @compiled()
+def takes_ns(size, flops):
+    """About how long one core reads `size` bytes or does `flops` multiplications and additions."""
+    return max(size / BYTES_PER_NS, flops / FLOPS_PER_NS)
+
+
+@compiled()
 def worth_splitting(size, flops):
-    """Whether reading `size` bytes and `flops` multiplications and additions take long enough."""
-    return max(size / BYTES_PER_NS, flops / FLOPS_PER_NS) > SPLIT_NS
+    """Whether that is long enough."""
+    return takes_ns(size, flops) > SPLIT_NS

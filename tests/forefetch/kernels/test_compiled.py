@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +17,52 @@ from forefetch.kernels.gate import choose as choose_by_definition
 
 pytestmark = pytest.mark.skipif(not compiled.available(), reason="Numba is not installed")
 if compiled.available():
+    import numba
+
+    from forefetch.kernels.compiled.crew import ARGUMENTS, Crew, finish, join, post, rest, take, wake
     from forefetch.kernels.compiled.experts import sort_pairs
-    from forefetch.kernels.compiled.layer import choose, product
-    from forefetch.kernels.compiled.linear import BFLOAT16, FLOAT32, Packed, matrix_times, padded
+    from forefetch.kernels.compiled.layer import choose
+    from forefetch.kernels.compiled.linear import BFLOAT16, FLOAT32, Packed, matrix_times, padded, product, product_panel
     from forefetch.kernels.compiled.locks import compiling, threads
     from forefetch.kernels.compiled.maths import exp, rms_norm, softmax
+    from forefetch.kernels.compiled.simd import address_of, longs_at
     from forefetch.kernels.compiled.toolchain import compiled as decorated
+
+    @decorated()
+    def panels(board, number):  # type: ignore[no-untyped-def]
+        while rest(board, number):
+            item = take(board)
+            while item >= 0:
+                product_panel(board, item)
+                finish(board)
+                item = take(board)
+
+    @decorated()
+    def count_one(board, item):  # type: ignore[no-untyped-def]
+        cells = numba.carray(longs_at(board[ARGUMENTS]), board[ARGUMENTS + 1])
+        cells[item] += 1
+
+    @decorated()
+    def counting(board, number):  # type: ignore[no-untyped-def]
+        while rest(board, number):
+            item = take(board)
+            while item >= 0:
+                count_one(board, item)
+                finish(board)
+                item = take(board)
+
+    @decorated()
+    def count_all(board, cells, jobs):  # type: ignore[no-untyped-def]
+        for job in range(jobs):
+            board[ARGUMENTS], board[ARGUMENTS + 1] = address_of(cells[job]), len(cells[job])
+            wake(board)
+            post(board, 0, len(cells[job]))
+            item = take(board)
+            while item >= 0:
+                count_one(board, item)
+                finish(board)
+                item = take(board)
+            join(board, len(cells[job]))
 
     @decorated()
     def exp_of(x, out):  # type: ignore[no-untyped-def]
@@ -65,16 +107,16 @@ def test_products_equal_the_definition_and_touch_nothing_else(shape: tuple[int, 
     assert np.isnan(out).all()
 
 
-@pytest.mark.parametrize("several", [1, 2])
+@pytest.mark.parametrize("helpers", [0, 2])
 @pytest.mark.parametrize("shape", [*SHAPES, (8, 512, 2048)], ids=str)
-def test_packed_products_with_bias(shape: tuple[int, int, int], several: int) -> None:
+def test_packed_products_with_bias(shape: tuple[int, int, int], helpers: int) -> None:
     rows, inputs, outputs = shape
     x, matrix, bias = normal(rows, inputs, seed=4), torch.from_numpy(normal(inputs, outputs, seed=5)), normal(outputs, seed=6)
     packed = Packed.of(matrix)
     assert packed.kind == FLOAT32
     out = np.full((rows, padded(outputs)), np.nan, dtype=np.float32)
-    with threads():
-        product(x, packed.memory.data_ptr(), packed.kind, out, np.arange(rows), outputs, bias.ctypes.data, several)
+    crew = Crew(helpers, panels)
+    product(x, packed.memory.data_ptr(), packed.kind, out, np.arange(rows), outputs, bias.ctypes.data, crew.board)
     error = np.abs(out[:, :outputs] - (x.astype(np.float64) @ matrix.numpy() + bias))
     assert (error <= allowed(x, matrix.numpy()) + 2 * U * np.abs(bias)).all()
 
@@ -89,9 +131,11 @@ def test_a_matrix_is_narrow_only_if_nothing_is_lost() -> None:
 def test_a_row_has_the_same_bits_beside_any_others() -> None:
     x, packed = normal(9, 77, seed=7), Packed.of(torch.from_numpy(normal(77, 130, seed=8)).bfloat16())
 
+    nobody = Crew(0, panels).board
+
     def times(rows: Floats) -> Floats:
         out = np.empty((len(rows), padded(130)), dtype=np.float32)
-        product(np.ascontiguousarray(rows), packed.memory.data_ptr(), packed.kind, out, np.arange(9), 130, np.int64(0), 1)
+        product(np.ascontiguousarray(rows), packed.memory.data_ptr(), packed.kind, out, np.arange(9), 130, np.int64(0), nobody)
         return out[:, :130]
 
     alone = np.concatenate([times(x[i : i + 1]) for i in range(9)])
@@ -173,6 +217,21 @@ def test_only_one_caller_at_a_time_gets_several_threads(monkeypatch: pytest.Monk
             assert one == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_crew_does_every_item_once_and_leaves() -> None:
+    crew = Crew(2, counting)
+    for _ in range(20):  # between two rounds helpers may fall asleep
+        cells = np.zeros((50, 37), dtype=np.int64)
+        count_all(crew.board, cells, 50)
+        assert (cells == 1).all()
+        time.sleep(0.001)
+    crew.dismiss()
+    deadline = time.monotonic() + 10
+    while any(thread.name == "crew" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        gc.collect()  # crews of other tests
+        time.sleep(0.01)
 
 
 def test_one_compiles_while_others_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
