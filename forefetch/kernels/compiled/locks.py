@@ -20,7 +20,7 @@ _GUARD = threading.Lock()
 
 def helpers(spare: int = 1) -> int:
     """How many threads may help one that computes all the time: see `threads`."""
-    return min(torch.get_num_threads(), max(1, numba.config.NUMBA_NUM_THREADS - spare)) - 1
+    return int(min(torch.get_num_threads(), max(1, numba.config.NUMBA_NUM_THREADS - spare))) - 1
 
 
 @contextmanager
