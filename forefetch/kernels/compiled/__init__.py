@@ -6,8 +6,8 @@ registers: the same numbers), and the GIL is free meanwhile. Everything is float
 definition and what runs without Numba (the `cpu` extra).
 
 `simd` has the innermost loops in LLVM IR, `toolchain` how things are compiled, `linear` products and packed matrices, `maths`
-element-wise functions, `experts` the routed experts, `layer` the rest of a layer, `step` a whole decode step, `crew` the threads
-that help with one.
+element-wise functions, `experts` the routed experts, `layer` the rest of a layer, `step` a whole decode step, `crew` who
+helps with one.
 """
 
 from __future__ import annotations

@@ -44,10 +44,10 @@ def shared(board, ns):
     if ns >= SPLIT_NS:
         wake(board)
         return True
+    asleep = 0
     for helper in range(helpers):
-        if get(address_of(board) + 8 * (FIRST_HELPER + 8 * helper + ASLEEP)) == 0:
-            return True
-    return False
+        asleep += get(address_of(board) + 8 * (FIRST_HELPER + 8 * helper + ASLEEP))
+    return asleep < helpers
 
 
 @compiled()
