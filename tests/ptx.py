@@ -92,6 +92,7 @@ OPERATIONS: dict[str, Callable[..., Words]] = {
     "prmt.b32": _prmt,
     "xor.b32": lambda a, b: a ^ b,
     "cvt.rn.f16x2.e4m3x2": _e4m3,
+    "cvt.f32.f16": lambda a: (a & np.uint32(0xFFFF)).astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32),
     "mul.rn.f16": _halves(lambda a, b: a * b, 1),
     "sub.rn.f16x2": _halves(lambda a, b: a - b, 2),
     "fma.rn.f16x2": _halves(lambda a, b, c: a * b + c, 2),

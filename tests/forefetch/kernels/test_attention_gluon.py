@@ -40,13 +40,9 @@ def run(q: Tensor, scene: Scene, splits: int, scale: float = SCALE) -> Tensor:
     return gluon.decode_sealed(q, on_device.kv, on_device.plan, scene.format, scale, out, scratch).cpu()
 
 
-@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("group", [1, 4, 7, 8])
 @pytest.mark.parametrize("name", NAMES)
-def test_ragged_batch(name: str, group: int, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if pairs and not (group <= 4 and name in {"e2m0", "asym2"}):
-        pytest.skip("never by two pages")
-    monkeypatch.setattr("forefetch.kernels.attention.gluon.PAIRS", pairs)
+def test_ragged_batch(name: str, group: int) -> None:
     scene = make_scene(make(name), LENGTHS)
     q = queries(len(LENGTHS), 2 * group)
     expected, bound = truth(q, scene, SCALE), expected_error(q, scene, SCALE)

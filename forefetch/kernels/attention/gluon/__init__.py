@@ -28,16 +28,6 @@ def supports(format: KvFormat, group: int, device: torch.device) -> bool:
     return fits and group <= 8 and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-# Two pages at a time, where they can be. Right in the interpreter with late and early copies, but never run on a GPU yet, so it
-# waits for a green `pytest -m gpu`, which tries both.
-PAIRS = False
-
-
-def can_pair(format: KvFormat, group: int) -> bool:
-    """Whether programs may work on two pages at a time."""
-    return group <= 4 and format.name in ("e2m0", "asym2")
-
-
 def plan_splits(rows: int, kv_heads: int, max_pages: int, device: torch.device) -> int:
     """Programs per row and KV head. Long work: one full wave, so that all end together. Short work: two thirds of a wave, and
     at least two pages each, because a program's start and its share of the merge cost as much as some pages."""
@@ -83,7 +73,7 @@ def decode_sealed(
         *(scratch.partial, scratch.stats, scale * math.log2(math.e)),
         *(_tables(format.name, q.device), ONE, n_pages, kv.tail_k.shape[1]),
         *(plan.page_table.stride(0), q.stride(0), q.stride(1)),
-        *(kv_heads, heads // kv_heads, kv.tail_k.shape[2], format, PAIRS and can_pair(format, heads // kv_heads)),
+        *(kv_heads, heads // kv_heads, kv.tail_k.shape[2], format),
         num_warps=1,
         maxnreg=REGISTERS,
     )

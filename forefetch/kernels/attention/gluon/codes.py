@@ -55,14 +55,6 @@ def unstack(acc):
 
 
 @gluon.jit
-def both_rows(query, LAYOUT: gl.constexpr):
-    """[4, 128] in shared memory, a head each -> [8, 128]."""
-    x = gl.expand_dims(query.load(gl.SliceLayout(0, LAYOUT)), 0)
-    x, _ = gl.broadcast(x, gl.full([2, 4, 128], 0.0, x.dtype, LAYOUT))
-    return gl.reshape(x, (8, 128))
-
-
-@gluon.jit
 def channels_to_k8(x):
     """[8, 128] by channel -> by k of the stored keys: k6..k0 = c4 c3 | c0 | c6 c5 | c2 c1."""
     x = gl.permute(gl.reshape(x, (8, 4, 4, 4, 2)), (0, 2, 4, 1, 3))
@@ -111,22 +103,6 @@ def quarters(x):
     """[128] over tokens as stored, position bits t6 | t2 t1 | t5 | t4 t3 | t0 -> four vectors of 32 tokens in order."""
     x = gl.permute(gl.reshape(x, (2, 4, 2, 4, 2)), (3, 1, 4, 0, 2))  # t4 t3 | t2 t1 | t0 | t6 | t5
     even, odd = gl.split(gl.reshape(x, (32, 2, 2)))
-    first, third = gl.split(even)
-    second, fourth = gl.split(odd)
-    return first, second, third, fourth
-
-
-@gluon.jit
-def halves_of(x):
-    """[64] over half of the tokens as stored, position bits t2 t1 | t5 | t4 t3 | t0 -> two vectors of 32 tokens in order."""
-    return gl.split(gl.reshape(gl.permute(gl.reshape(x, (4, 2, 4, 2)), (2, 0, 3, 1)), (32, 2)))
-
-
-@gluon.jit
-def row_quarters(x):
-    """The same of [8, 128]: four [8, 32]."""
-    x = gl.permute(gl.reshape(x, (8, 2, 4, 2, 4, 2)), (0, 4, 2, 5, 1, 3))
-    even, odd = gl.split(gl.reshape(x, (8, 32, 2, 2)))
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
     return first, second, third, fourth

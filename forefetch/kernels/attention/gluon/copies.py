@@ -11,13 +11,11 @@ from forefetch.kernels.attention.gluon.half import load_tile
 from forefetch.kernels.attention.gluon.layouts import (
     CHUNK,
     COPY_HALVES,
-    COPY_PAIR,
-    COPY_PAIR_TOKENS,
     COPY_TOKENS,
     COPY_WORDS,
     FLAT,
     LISTED,
-    PAIRED,
+    by_column,
     rows_by,
     tokens_k,
 )
@@ -41,12 +39,18 @@ def words_of(format, section):
     return format.sections[section].size // 4 if section in format.sections else 0
 
 
+@gluon.constexpr_function
+def width(format, group):
+    """As how many columns of the tensor products heads come; 0: they are rows."""
+    if format.name == "fp4":
+        return 8
+    return 4 if group <= 4 else 0
+
+
 @gluon.jit
-def buffers(F: gl.constexpr, PAIR: gl.constexpr):
-    """Shared memory of one page, K's and V's: see the three functions."""
-    if PAIR:
-        return _pair_buffers(F)
-    elif get(F, "name") == "fp4":
+def buffers(F: gl.constexpr):
+    """Shared memory of one page, K's and V's: see the two functions."""
+    if get(F, "name") == "fp4":
         return _ring_buffers(F)
     else:
         return _page_buffers(F)
@@ -75,17 +79,6 @@ def _ring_buffers(F: gl.constexpr):
     k_zero, v_zero = gl.allocate_shared_memory(gl.float16, [128], FLAT), gl.allocate_shared_memory(gl.float16, [128], FLAT)
     outliers = gl.allocate_shared_memory(gl.float16, [max(1, get(F, "outliers")) * 128], FLAT)
     return (ring, k_scales, k_zero, outliers), (ring, v_scales, v_zero)
-
-
-@gluon.jit
-def _pair_buffers(F: gl.constexpr):
-    """Of two pages: (ring of codes, K's scales and zeros [2, 256], outliers [2, N 128]), (the ring, V's scales and zeros). The
-    ring holds three of the four parts of 4 KB, K's codes of each page and V's, as in `_ring_buffers`."""
-    ring = gl.allocate_shared_memory(gl.int32, [3, 1024], FLAT)
-    k_rest = gl.allocate_shared_memory(gl.float16, [2, 256], PAIRED)
-    v_rest = gl.allocate_shared_memory(gl.float16, [2, 256], PAIRED)
-    outliers = gl.allocate_shared_memory(gl.float16, [2, max(1, get(F, "outliers")) * 128], PAIRED)
-    return (ring, k_rest, outliers), (ring, v_rest)
 
 
 @gluon.jit
@@ -142,90 +135,37 @@ def load_values(head, page, wanted, buffers, slot, F: gl.constexpr):
 
 
 @gluon.jit
-def _copy_pair(buffer, source, pages, have, COUNT: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
-    """The same part of two pages [2, COUNT]; zeros of the one that is not there."""
-    row = gl.arange(0, 2, gl.SliceLayout(1, LAYOUT))
-    page = gl.where(row == 0, pages[0], pages[1]).to(gl.int64) * (get(F, "blob_bytes") // 2)
-    column = gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
-    at = source + page[:, None] + column[None, :]
-    async_copy.async_copy_global_to_shared(buffer, at, mask=(row < have)[:, None])
-
-
-@gluon.jit
-def load_part(buffer, head, page, wanted, VALUES: gl.constexpr, F: gl.constexpr):
-    """Starts copying a page's codes of K, or of V."""
-    at = head[0] + page.to(gl.int64) * (get(F, "blob_bytes") // 4)
-    _copy(buffer, at + (place(F, "v_codes") // 4 if VALUES else 0), wanted, 1024, COPY_WORDS)
-
-
-@gluon.jit
-def load_pair_keys(head, pages, have, buffers, slot, F: gl.constexpr):
-    """Starts copying what scores need of two pages, of which `have` are there, except for the second's codes."""
-    OWN: gl.constexpr = get(F, "outliers") * 128
-    load_part(buffers[0].index(slot), head, pages[0], have > 0, False, F)
-    _copy_pair(buffers[1], head[1] + place(F, "k_scale") // 2, pages, have, 256, COPY_PAIR, F)
-    if OWN > 0:
-        _copy_pair(buffers[2], head[1] + place(F, "outliers") // 2, pages, have, OWN, COPY_PAIR_TOKENS, F)
-
-
-@gluon.jit
-def load_pair_values(head, pages, have, buffers, slot, F: gl.constexpr):
-    """The same for V."""
-    load_part(buffers[0].index(slot), head, pages[0], have > 0, True, F)
-    _copy_pair(buffers[1], head[1] + place(F, "v_scale") // 2, pages, have, 256, COPY_PAIR, F)
-
-
-@gluon.jit
-def load_pair_meta(head, pages, have, F: gl.constexpr):
-    """`load_meta` of two pages, by row [8]: zeros of the one that is not there."""
-    row = gl.arange(0, 8, gl.SliceLayout(1, rows_by(CHUNK)))
-    page = gl.where(row < 4, pages[0], pages[1]).to(gl.int64)
-    meta = head[0] + page * (get(F, "blob_bytes") // 4) + place(F, "meta") // 4
-    there, channels = row // 4 < have, ()
-    for n in gl.static_range(get(F, "outliers")):
-        channels = channels + (gl.load(meta + 2 + n, mask=there, other=0),)
-    return gl.load(meta, mask=there, other=0).to(gl.float32, bitcast=True), 1.0, channels
-
-
-@gluon.jit
-def codes_at(buffers, slot, F: gl.constexpr, PAIR: gl.constexpr):
+def codes_at(buffers, slot, F: gl.constexpr):
     """Where codes lie; in a slot of the ring if there is one."""
-    if PAIR or get(F, "name") == "fp4":
+    if get(F, "name") == "fp4":
         return buffers[0].index(slot)
     else:
         return buffers[0]
 
 
 @gluon.jit
-def fetch_keys(tokens, spans, start, head, page, have, buffers, F: gl.constexpr, PAIR: gl.constexpr):
-    """What the K buffers hold next: the tile at `start`, else the first page (`PAIR`: two), else nothing, of `have` pages in
-    all. One group of copies in any case.
+def fetch_keys(tokens, spans, start, head, page, have, buffers, F: gl.constexpr):
+    """What the K buffers hold next: the tile at `start`, else the first page, else nothing if there is none (`have` 0). One
+    group of copies in any case.
 
     Branches and not masks alone: a masked copy writes zeros, and two copies to one place have no order.
     """
     if start < spans[2]:
-        load_tile(tokens, spans, start, codes_at(buffers, 0, F, PAIR))
+        load_tile(tokens, spans, start, codes_at(buffers, 0, F))
     elif have > 0:
-        if PAIR:
-            load_pair_keys(head, page, have, buffers, 0, F)
-            load_part(buffers[0].index(1), head, page[1], have > 1, False, F)
-        else:
-            load_keys(head, page[0], have > 0, buffers, 0, F)
+        load_keys(head, page, have > 0, buffers, 0, F)
         if get(F, "name") == "fp4":
-            load_quarter(buffers[0].index(1), head, page[0], have > 0, 1, F)
+            load_quarter(buffers[0].index(1), head, page, have > 0, 1, F)
     async_copy.commit_group()
 
 
 @gluon.jit
-def fetch_values(tokens, spans, start, head, page, have, buffers, F: gl.constexpr, PAIR: gl.constexpr):
+def fetch_values(tokens, spans, start, head, page, have, buffers, F: gl.constexpr):
     """The same of the V buffers."""
     if start < spans[2]:
-        load_tile(tokens, spans, start, codes_at(buffers, 2, F, PAIR))
+        load_tile(tokens, spans, start, codes_at(buffers, 2, F))
     elif have > 0:
-        if PAIR:
-            load_pair_values(head, page, have, buffers, 2, F)
-        else:
-            load_values(head, page[0], have > 0, buffers, 2, F)
+        load_values(head, page, have > 0, buffers, 2, F)
     async_copy.commit_group()
 
 
@@ -248,18 +188,21 @@ def load_meta(head, page, F: gl.constexpr):
 
 
 @gluon.jit
-def heads(G: gl.constexpr, LAYOUT: gl.constexpr):
-    """The query head of each of the 8 rows: they repeat, in halves of four where that is enough."""
+def heads(G: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr):
+    """The query head of each of the 8 rows of Q: they repeat. Where they will be 4 columns (W), two rows each."""
     row = gl.arange(0, 8, LAYOUT)
-    if G <= 4:
-        row = row % 4
+    if W == 4:
+        row = row // 2
     return row % G
 
 
 @gluon.jit
-def pick(q_at, q_head, meta, scale, G: gl.constexpr, N: gl.constexpr):
-    """Scaled q[channel] of each head, for N outlier channels."""
-    head = heads(G, gl.SliceLayout(1, rows_by(CHUNK)))
+def pick(q_at, q_head, meta, scale, G: gl.constexpr, W: gl.constexpr, N: gl.constexpr):
+    """Scaled q[channel] of each head, for N outlier channels: [8] by row, or [W] by column."""
+    if W == 0:
+        head = heads(G, W, gl.SliceLayout(1, rows_by(CHUNK)))
+    else:
+        head = gl.arange(0, W, gl.SliceLayout(0, by_column(CHUNK, W))) % G
     picked = ()
     for n in gl.static_range(N):
         picked = picked + (gl.load(q_at + head * q_head + meta[2][n]).to(gl.float32) * scale,)
@@ -267,13 +210,13 @@ def pick(q_at, q_head, meta, scale, G: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def pick_thirds(q_at, q_head, head, page, meta, unit, G: gl.constexpr, F: gl.constexpr):
+def pick_thirds(q_at, q_head, head, page, meta, unit, G: gl.constexpr, W: gl.constexpr, F: gl.constexpr):
     """`mixed`: queries of the channels with a third bit, times K's scale there: float16 [8, 32] in the order k.
 
     `unit` [8]: what queries were multiplied by (`load_query`)."""
     KS: gl.constexpr = tokens_k(CHUNK)
     channel = gl.convert_layout(listed_to_k8(meta[3]), gl.SliceLayout(0, KS), assert_trivial=True)
-    row = heads(G, gl.SliceLayout(1, KS))
+    row = heads(G, W, gl.SliceLayout(1, KS))
     q = gl.load(q_at + row[:, None] * q_head + channel[None, :]).to(gl.float32)
     scales = head[1] + page.to(gl.int64) * (get(F, "blob_bytes") // 2) + place(F, "k_scale") // 2
     unit = gl.convert_layout(unit, gl.SliceLayout(1, KS), assert_trivial=True)

@@ -10,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from forefetch.kernels.attention.gluon.codes import both_rows, stack, unstack
-from forefetch.kernels.attention.gluon.layouts import A16, B16, CHUNK, COPY_TILE, MMA, PAIR_PLAIN, SWIZZLED, rows_by
+from forefetch.kernels.attention.gluon.codes import stack, unstack
+from forefetch.kernels.attention.gluon.layouts import A16, B16, CHUNK, COPY_TILE, MMA, SWIZZLED, rows_by
 
 TILE = gl.constexpr(16)
 LOWEST = gl.constexpr(-1e30)  # stands for -inf where differences of two are taken
@@ -37,13 +37,10 @@ def load_tile(tokens, spans, start, codes):
 
 @gluon.jit
 def tile_scores(query, codes, start, spans, scale):
-    """Scores (base 2) [8, 16] of the tile in `codes`; `query` [8, 128] or [4, 128] (repeated) in
-    shared memory, scores per unit of it `scale` [8]."""
+    """Scores (base 2) [8, 16] of the tile in `codes`; `query` [8, 128] in shared memory, scores per unit
+    of it `scale` [8]."""
     PART: gl.constexpr = rows_by(TILE)
-    if query.shape[0] == 4:
-        q = gl.convert_layout(both_rows(query, PAIR_PLAIN), rows_by(128), assert_trivial=True)
-    else:
-        q = query.load(rows_by(128))
+    q = query.load(rows_by(128))
     s, _ = unstack(mma_v2(stack(q, q, A16), as_tile(codes).permute((1, 0)).load(B16), gl.zeros([16, TILE], gl.float32, MMA)))
     seen = start + gl.arange(0, TILE, gl.SliceLayout(0, PART)) < spans[2]
     scale = gl.convert_layout(scale, gl.SliceLayout(1, PART), assert_trivial=True)[:, None]

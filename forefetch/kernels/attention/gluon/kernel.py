@@ -6,13 +6,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from forefetch.kernels.attention.gluon.copies import buffers, codes_at, fetch_keys, fetch_values, get, heads
+from forefetch.kernels.attention.gluon.copies import buffers, codes_at, fetch_keys, fetch_values, get, heads, width
 from forefetch.kernels.attention.gluon.decode import load_table
-from forefetch.kernels.attention.gluon.finish import finish, summed
+from forefetch.kernels.attention.gluon.finish import finish
 from forefetch.kernels.attention.gluon.half import TILE, add_tile, no_tokens, tile_scores, to_pages
-from forefetch.kernels.attention.gluon.layouts import CHUNK, QUERY, SWIZZLED, rows_by
+from forefetch.kernels.attention.gluon.half_columns import add_tile_columns, no_tokens_columns, tile_scores_columns
+from forefetch.kernels.attention.gluon.layouts import CHUNK, QUERY, SWIZZLED, by_column, rows_by
+from forefetch.kernels.attention.gluon.loop_columns import attend_pages_columns
 from forefetch.kernels.attention.gluon.loop_half import attend_half_pages
-from forefetch.kernels.attention.gluon.loop_pair import attend_pairs, two_pages
 from forefetch.kernels.attention.gluon.loops import attend_pages
 from forefetch.kernels.attention.gluon.page_half import UP
 
@@ -21,13 +22,14 @@ from forefetch.kernels.attention.gluon.page_half import UP
 def split_sealed(
     q, words, halves, raw, page_table, sealed, lengths, tails, tail_k, tail_v, sink_k, sink_v, partial, stats,
     scale, levels, one, n_pages, n_tails, table_row, q_row, q_head,
-    HK: gl.constexpr, G: gl.constexpr, TAIL: gl.constexpr, F: gl.constexpr, PAIR: gl.constexpr,
+    HK: gl.constexpr, G: gl.constexpr, TAIL: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
     """Program (split, row * HK + KV head) -> partial and stats [row, head, split] of G heads, as `triton._merge` wants them.
 
     `words`, `halves`, `raw`: the pages as int32, float16 and bytes. `levels` int32 [2, 32]: four levels, a byte
-    each, of the codes without and with a third bit, 32 times (`load_table`). `PAIR`: two pages at a time (`pair.py`).
+    each, of the codes without and with a third bit, 32 times (`load_table`).
     """
+    W: gl.constexpr = width(F, G)
     SINKS: gl.constexpr = get(F, "sinks")
     BLOB: gl.constexpr = get(F, "blob_bytes")
     split, splits = gl.program_id(0), gl.num_programs(0)
@@ -37,72 +39,83 @@ def split_sealed(
     base = kv_head.to(gl.int64) * n_pages
     head = words + base * (BLOB // 4), halves + base * (BLOB // 2), raw + base * BLOB
     length, tail = gl.load(lengths + row), gl.load(tails + row)
-    page, have = two_pages(span[0], span[1], span[2]), span[2] - span[1]
+    have = span[2] - span[1]
+    page = gl.load(span[0] + span[1], mask=have > 0, other=0)
     entry = (kv_head * n_tails + tail).to(gl.int64)
     keys = sink_k + entry * (SINKS * 128), tail_k + entry * (TAIL * 128)
     values = sink_v + entry * (SINKS * 128), tail_v + entry * (TAIL * 128)
     sinks = gl.minimum(length, SINKS)
     skipped = gl.where(pages == 0, sinks, 0)
     spans = sinks, skipped, sinks + length - pages * 128 - skipped
-    k_buffers, v_buffers = buffers(F, PAIR)
+    k_buffers, v_buffers = buffers(F)
     q_at = q + row.to(gl.int64) * q_row + kv_head * G * q_head
-    query, unit, row_scale = load_query(q_at, q_head, scale, G, UP if get(F, "name") == "fp4" else 0, PAIR)
+    query, unit, row_scale = load_query(q_at, q_head, scale, G, W, UP if get(F, "name") == "fp4" else 0)
     state = attend_half(
-        query, keys, values, spans, split * TILE, splits * TILE, head, page, have, k_buffers, v_buffers,
-        row_scale, F, PAIR,
+        query, keys, values, spans, split * TILE, splits * TILE, head, page, have, k_buffers, v_buffers, row_scale, F, W
     )  # fmt: skip
     scales = scale, row_scale, unit
     if get(F, "name") == "fp4":
-        state = attend_half_pages(state, query, head, span, page[0], k_buffers, v_buffers, (q_at, q_head), scales, G, F)
+        state = attend_half_pages(state, query, head, span, page, k_buffers, v_buffers, (q_at, q_head), scales, G, F)
     else:
         tables = load_table(levels), load_table(levels + 32)
-        if PAIR:
-            state = attend_pairs(
+        if W == 4:
+            state = attend_pages_columns(
                 state, query, head, span, page, k_buffers, v_buffers, tables, one, (q_at, q_head), scales, G, F
             )
         else:
             state = attend_pages(
-                state, query, head, span, page[0], k_buffers, v_buffers, tables, one, (q_at, q_head), scales, G, F
+                state, query, head, span, page, k_buffers, v_buffers, tables, one, (q_at, q_head), scales, G, F
             )
-    finish(summed(state, PAIR), partial, stats, (row * HK + kv_head) * G, split, splits, G)
+    finish(state, partial, stats, (row * HK + kv_head) * G, split, splits, G, W)
 
 
 @gluon.jit
-def load_query(q_at, q_head, scale, G: gl.constexpr, HIGH: gl.constexpr, PAIR: gl.constexpr):
-    """(Q of G heads as float16 [8, 128] in shared memory, what it was multiplied by [8], scores per unit of it [8]); heads
-    repeat beyond G. `PAIR`: [4, 128].
+def load_query(q_at, q_head, scale, G: gl.constexpr, W: gl.constexpr, HIGH: gl.constexpr):
+    """(Q of G heads as float16 [8, 128] in shared memory, what it was multiplied by [8] by row, scores per unit of it: [8], or
+    [W] by column); rows as `heads` has them.
 
     A power of two brings each head below 2^HIGH, so that a product with any scale of K stays within float16.
     """
-    head = heads(G, gl.SliceLayout(1, QUERY))
+    head = heads(G, W, gl.SliceLayout(1, QUERY))
     query = gl.load(q_at + head[:, None] * q_head + gl.arange(0, 128, gl.SliceLayout(0, QUERY))[None, :]).to(gl.float32)
     exponent = gl.maximum(gl.max(gl.abs(query), 1).to(gl.int32, bitcast=True) >> 23, HIGH)
     unit = ((253 + HIGH - exponent) << 23).to(gl.float32, bitcast=True)
     query = (query * unit[:, None]).to(gl.float16)
     back = ((exponent + 1 - HIGH) << 23).to(gl.float32, bitcast=True) * scale
-    ROW: gl.constexpr = gl.SliceLayout(1, rows_by(CHUNK))
-    unit, back = gl.convert_layout(unit, ROW), gl.convert_layout(back, ROW)
-    if PAIR:
-        halves = gl.max(gl.reshape(query, (2, 4, 128)), 0).to(gl.float16)  # they are equal
-        return gl.allocate_shared_memory(gl.float16, [4, 128], SWIZZLED, halves), unit, back
+    unit = gl.convert_layout(unit, gl.SliceLayout(1, rows_by(CHUNK)))
+    if W == 0:
+        back = gl.convert_layout(back, gl.SliceLayout(1, rows_by(CHUNK)))
     else:
-        return gl.allocate_shared_memory(gl.float16, [8, 128], SWIZZLED, query), unit, back
+        if W == 4:
+            back = gl.max(gl.reshape(back, (4, 2)), 1)  # they are equal
+        back = gl.convert_layout(back, gl.SliceLayout(0, by_column(CHUNK, W)))
+    return gl.allocate_shared_memory(gl.float16, [8, 128], SWIZZLED, query), unit, back
 
 
 @gluon.jit
 def attend_half(
-    query, keys, values, spans, first, stride, head, page, have, k_buffers, v_buffers, scale,
-    F: gl.constexpr, PAIR: gl.constexpr,
+    query, keys, values, spans, first, stride, head, page, have, k_buffers, v_buffers, scale, F: gl.constexpr, W: gl.constexpr
 ):  # fmt: skip
     """Tiles of float16 tokens at first, first + stride, ... Leaves the first page's copies under way."""
-    fetch_keys(keys, spans, first, head, page, have, k_buffers, F, PAIR)
-    fetch_values(values, spans, first, head, page, have, v_buffers, F, PAIR)
-    state = no_tokens()
+    fetch_keys(keys, spans, first, head, page, have, k_buffers, F)
+    fetch_values(values, spans, first, head, page, have, v_buffers, F)
+    if W == 0:
+        state = no_tokens()
+    else:
+        state = no_tokens_columns(W)
     for start in range(first, spans[2], stride):
         async_copy.wait_group(1)
-        s = tile_scores(query, codes_at(k_buffers, 0, F, PAIR), start, spans, scale)
-        fetch_keys(keys, spans, start + stride, head, page, have, k_buffers, F, PAIR)
+        if W == 0:
+            s = tile_scores(query, codes_at(k_buffers, 0, F), start, spans, scale)
+        else:
+            s = tile_scores_columns(query, codes_at(k_buffers, 0, F), start, spans, scale)
+        fetch_keys(keys, spans, start + stride, head, page, have, k_buffers, F)
         async_copy.wait_group(1)
-        state = add_tile(state, s, codes_at(v_buffers, 2, F, PAIR))
-        fetch_values(values, spans, start + stride, head, page, have, v_buffers, F, PAIR)
-    return to_pages(state)
+        if W == 0:
+            state = add_tile(state, s, codes_at(v_buffers, 2, F))
+        else:
+            state = add_tile_columns(state, s, codes_at(v_buffers, 2, F))
+        fetch_values(values, spans, start + stride, head, page, have, v_buffers, F)
+    if W == 0:
+        state = to_pages(state)
+    return state

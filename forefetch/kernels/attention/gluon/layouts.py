@@ -31,31 +31,20 @@ QUERY = gl.constexpr(_Linear([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[0, 32]
 QUERY_K = gl.constexpr(_Linear([[0, 1], [0, 2], [0, 16], [0, 32], [0, 64]], [[0, 4], [0, 8], *_ROWS], [], [], [8, 128]))
 # A vector over channels that meets QUERY as a float16 operand B with equal columns.
 CHANNELS = gl.constexpr(_Linear([[1], [2], [4], [8], [16]], [[32], [64], [0], [0], [0]], [], [], [128]))
+# Weights of 32 tokens and 4 heads on their way to be an operand: bit 4 of the token, bits 2-0, head, part, bit 3.
+TURNING = gl.constexpr(
+    _Linear(
+        [[0, 0, 0, 0, 1], [0, 0, 0, 1, 0], [1, 0, 0, 0, 0]],
+        [[0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0], [0, 4, 0, 0, 0]], [], [], [2, 8, 4, 2, 2],
+    )
+)  # fmt: skip
 # A page's vector over tokens as stored: a lane reads two runs of 32 bytes.
 TOKENS = gl.constexpr(_Linear([[1], [2], [4], [8], [64]], [[16], [32], [0], [0], [0]], [], [], [128]))
-
-# Two pages of four heads: rows 0-3 and 4-7 of QUERY and TOKENS, and of natural order.
-_PAIR_ROWS = [[0, 1, 0], [0, 2, 0], [1, 0, 0]]
-PAIR_QUERY = gl.constexpr(
-    _Linear([[0, 0, 1 << bit] for bit in (0, 1, 2, 3, 4)], [[0, 0, 32], [0, 0, 64], *_PAIR_ROWS], [], [], [2, 4, 128])
-)
-PAIR_TOKENS = gl.constexpr(
-    _Linear([[0, 0, 1 << bit] for bit in (0, 1, 2, 3, 6)], [[0, 0, 16], [0, 0, 32], *_PAIR_ROWS], [], [], [2, 4, 128])
-)
-PAIR_PLAIN = gl.constexpr(
-    _Linear([[0, 0, 1 << bit] for bit in (0, 3, 4, 5, 6)], [[0, 0, 2], [0, 0, 4], *_PAIR_ROWS], [], [], [2, 4, 128])
-)
-
-# The same of 64 tokens.
-HALF_TOKENS = gl.constexpr(_Linear([[1], [2], [4], [8]], [[16], [32], [0], [0], [0]], [], [], [64]))
 
 # cp.async: 16 bytes a lane.
 COPY_WORDS = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 COPY_HALVES = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
 COPY_TOKENS = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
-COPY_PAIR = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [1, 1], [1, 0]))
-COPY_PAIR_TOKENS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0]))
-PAIRED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 COPY_TILE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0]))
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # [32], an element each
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -72,6 +61,25 @@ def _bits(first, size):
 def rows_by(columns):
     """[8, columns] as the accumulator of one `mma` column block after the next holds it (upper 8 rows split off)."""
     return _Linear([[0, 1], *_bits(3, columns)], [[0, 2], [0, 4], *_ROWS], [], [], [8, columns])
+
+
+@gluon.constexpr_function
+def by_column(rows, width):
+    """[rows, width] over tokens or channels and heads, as accumulators hold it whose 8 columns are `width` = 8 heads, or the high
+    and the low parts of 4."""
+    columns = [[0, 2], [0, 4]] if width == 8 else [[0, 1], [0, 2]]
+    tiles = [[1 << bit, 0] for bit in range(3, rows.bit_length() - 1)]
+    return _Linear([*([[0, 1]] if width == 8 else []), *tiles], [*columns, [1, 0], [2, 0], [4, 0]], [], [], [rows, width])
+
+
+@gluon.constexpr_function
+def token_words(count):
+    """[count, 2]: words of a page's vector over tokens as stored and the lower or upper half, which is the token's bit 0. A lane
+    reads every word that has one of its tokens, the rows of `by_column`."""
+    return _Linear(
+        [[1 << bit, 0] for bit in (0, 1, 2, *range(5, count.bit_length() - 1))],
+        [[0, 0], [0, 0], [0, 1], [8, 0], [16, 0]], [], [], [count, 2],
+    )  # fmt: skip
 
 
 @gluon.constexpr_function

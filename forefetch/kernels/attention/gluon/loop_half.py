@@ -1,4 +1,4 @@
-"""`loops.attend_pages` for `fp4`: the four quarters of a page's codes go round a ring of three, copied where one was read."""
+"""`loop_columns.attend_pages_columns` for `fp4`: the four quarters of a page's codes go round a ring of three, copied where one was read."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from forefetch.kernels.attention.gluon.copies import get, load_keys, load_meta, load_quarter, load_values, pick
 from forefetch.kernels.attention.gluon.decode import LEVEL
-from forefetch.kernels.attention.gluon.layouts import CHANNELS, CHUNK, FLAT, QUERY, rows_by
-from forefetch.kernels.attention.gluon.loops import HEADROOM, hide_sinks, raise_top, with_page
-from forefetch.kernels.attention.gluon.page import row_max, soft, zero_part
-from forefetch.kernels.attention.gluon.page_half import UP, add_half_values, by_token, half_scores
+from forefetch.kernels.attention.gluon.layouts import CHANNELS, CHUNK, FLAT, QUERY, by_column
+from forefetch.kernels.attention.gluon.loop_columns import hide_sinks_columns, raise_top_columns, with_page_columns
+from forefetch.kernels.attention.gluon.loops import HEADROOM
+from forefetch.kernels.attention.gluon.page_columns import column_max, zero_columns
+from forefetch.kernels.attention.gluon.page_half import UP, add_half_values, half_scores, soft_half
 
 
 @gluon.jit
 def _scores(query, head, pages, more, buffers, slots, picked, factor, scale, F: gl.constexpr):
-    """Scores of a page as four [8, 32]. `pages`: (this, the next); `more`: whether there is a next one; `slots` of the ring:
+    """Scores of a page as four [32, 8]. `pages`: (this, the next); `more`: whether there is a next one; `slots` of the ring:
     where the first half of K's codes is, and the second."""
     N: gl.constexpr = get(F, "outliers")
     ring, scales = buffers[0], buffers[1]._reinterpret(gl.int8, [4, 128], FLAT)
-    base, unit = zero_part(query.load(QUERY), buffers[2].load(CHANNELS)) * scale, scale * (factor * LEVEL)
-    nothing = gl.zeros([8, CHUNK], gl.float32, rows_by(CHUNK))
+    base, unit = zero_columns(query.load(QUERY), buffers[2].load(CHANNELS), 8) * scale[None, :], scale * (factor * LEVEL)
+    nothing = gl.zeros([CHUNK, 8], gl.float32, by_column(CHUNK, 8))
     parts, at = (nothing, nothing, nothing, nothing), slots[0]
     for half in gl.static_range(2):
         async_copy.wait_group(2)
@@ -40,10 +41,10 @@ def _scores(query, head, pages, more, buffers, slots, picked, factor, scale, F: 
 def _add_values(sums, weights, head, coming, more, buffers, slots, unit, F: gl.constexpr):
     """`sums` with the page's values; `slots`: where the halves of V's codes are."""
     ring, scales = buffers[0], buffers[1]._reinterpret(gl.int8, [4, 128], FLAT)
-    wide, at = by_token(weights), slots[0]
+    at = slots[0]
     for half in gl.static_range(2):
         async_copy.wait_group(2)
-        some = add_half_values(sums, wide, ring.index(at), scales, half, unit)
+        some = add_half_values(sums, weights, ring.index(at), scales, half, unit)
         sums = sums[2], sums[3], some[0], some[1]
         if half == 0:
             load_quarter(ring.index(slots[0]), head, coming, more, 1, F)
@@ -56,13 +57,13 @@ def _add_values(sums, weights, head, coming, more, buffers, slots, unit, F: gl.c
 
 @gluon.jit
 def attend_half_pages(state, query, head, span, page, k_buffers, v_buffers, q, scales, G: gl.constexpr, F: gl.constexpr):
-    """The span's pages: see `loops.attend_pages`."""
+    """The span's pages: see `loop_columns.attend_pages_columns`, with 8 columns."""
     N: gl.constexpr = get(F, "outliers")
     table, first, last = span
     top, total, sums = state
-    weighted = gl.zeros([8, 8], gl.float32, rows_by(8))
+    weighted = gl.zeros([8, 8], gl.float32, by_column(8, 8))
     meta = load_meta(head, page, F)
-    picked = pick(q[0], q[1], meta, scales[0], G, N)
+    picked = pick(q[0], q[1], meta, scales[0], G, 8, N)
     coming = gl.load(table + first + 1, mask=first + 1 < last, other=0)
     slot = first * 0
     async_copy.wait_group(1)  # both halves of the first page's K
@@ -76,16 +77,16 @@ def attend_half_pages(state, query, head, span, page, k_buffers, v_buffers, q, s
         )  # fmt: skip
         if get(F, "sinks") > 0:
             if p == 0:
-                parts = hide_sinks(parts, get(F, "sinks"), 8)
-        page_top = row_max(gl.maximum(gl.maximum(parts[0], parts[1]), gl.maximum(parts[2], parts[3])))
+                parts = hide_sinks_columns(parts, get(F, "sinks"))
+        page_top = column_max(gl.maximum(gl.maximum(parts[0], parts[1]), gl.maximum(parts[2], parts[3])))
         if gl.max(page_top - top, 0) > HEADROOM:
-            top, total, weighted, sums = raise_top(top, page_top, total, weighted, sums)
+            top, total, weighted, sums = raise_top_columns(top, page_top, total, weighted, sums)
         page_top -= UP
         share = gl.exp2(page_top - top)
-        picked = pick(q[0], q[1], following, scales[0], G, N)
+        picked = pick(q[0], q[1], following, scales[0], G, 8, N)
         async_copy.wait_group(2)
-        weights, page_total, page_weighted = soft(parts, page_top, v_buffers[2])
-        total, weighted = with_page(total, weighted, page_total, page_weighted, share)
+        weights, page_total, page_weighted = soft_half(parts, page_top, v_buffers[2])
+        total, weighted = with_page_columns(total, weighted, page_total, page_weighted, share * 0.125)  # there are 8 equal rows
         unit = share * (meta[0] * LEVEL)
         sums = _add_values(sums, weights, head, coming, more, v_buffers, (third, slot), unit, F)
         meta, page, coming, slot = following, coming, after, second

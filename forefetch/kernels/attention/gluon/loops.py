@@ -28,12 +28,9 @@ HEADROOM = gl.constexpr(60.0)
 
 
 @gluon.jit
-def hide_sinks(parts, SINKS: gl.constexpr, ROWS: gl.constexpr):
-    """Page 0's first tokens, of the first ROWS rows, are read as float16 instead."""
-    PART: gl.constexpr = rows_by(CHUNK)
-    token = gl.arange(0, CHUNK, gl.SliceLayout(0, PART))[None, :]
-    token = token + gl.where(gl.arange(0, 8, gl.SliceLayout(1, PART)) < ROWS, 0, 128)[:, None]
-    hidden = ()
+def hide_sinks(parts, SINKS: gl.constexpr):
+    """Page 0's first tokens are read as float16 instead."""
+    token, hidden = gl.arange(0, CHUNK, gl.SliceLayout(0, rows_by(CHUNK)))[None, :], ()
     for i in gl.static_range(4):
         hidden = hidden + (gl.where(token + i * CHUNK < SINKS, float("-inf"), parts[i]),)
     return hidden
@@ -69,9 +66,9 @@ def attend_pages(
     top, total, sums = state
     weighted = gl.zeros([8, 8], gl.float32, rows_by(8))
     meta = load_meta(head, page, F)
-    picked, third = pick(q[0], q[1], meta, scales[0], G, N), 0
+    picked, third = pick(q[0], q[1], meta, scales[0], G, 0, N), 0
     if get(F, "thirds") > 0:
-        third = pick_thirds(q[0], q[1], head, page, meta, scales[2], G, F)
+        third = pick_thirds(q[0], q[1], head, page, meta, scales[2], G, 0, F)
     coming = gl.load(table + first + 1, mask=first + 1 < last, other=0)
     for p in range(first, last):
         following = load_meta(head, coming, F)
@@ -82,14 +79,14 @@ def attend_pages(
         async_copy.commit_group()
         if get(F, "sinks") > 0:
             if p == 0:
-                parts = hide_sinks(parts, get(F, "sinks"), 8)
+                parts = hide_sinks(parts, get(F, "sinks"))
         page_top = row_max(gl.maximum(gl.maximum(parts[0], parts[1]), gl.maximum(parts[2], parts[3])))
         if gl.max(page_top - top, 0) > HEADROOM:
             top, total, weighted, sums = raise_top(top, page_top, total, weighted, sums)
         share = gl.exp2(page_top - top)
-        picked = pick(q[0], q[1], following, scales[0], G, N)
+        picked = pick(q[0], q[1], following, scales[0], G, 0, N)
         if get(F, "thirds") > 0:
-            third = pick_thirds(q[0], q[1], head, coming, following, scales[2], G, F)
+            third = pick_thirds(q[0], q[1], head, coming, following, scales[2], G, 0, F)
         async_copy.wait_group(1)
         weights, page_total, page_weighted = soft(parts, page_top, v_buffers[1].slice(128, 128))
         total, weighted = with_page(total, weighted, page_total, page_weighted, share)

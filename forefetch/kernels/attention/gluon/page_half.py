@@ -1,6 +1,5 @@
-"""`page.py` for `fp4`: scales change every 32 tokens of a channel and every 32 channels of a token, so Q and P meet them four
-times a page, and as float16, which costs one product each where pairs of int8 would cost six. Levels are float16 as well.
-An operand's 16 rows are the 8 heads with one group's scales and with the next one's: each group takes the rows of its own.
+"""`page_columns.py` for `fp4`: scales change every 32 tokens of a channel and every 32 channels of a token, so Q and P meet them
+four times a page, and as float16, which costs one product each where pairs of int8 would cost six. Levels are float16 as well.
 """
 
 from __future__ import annotations
@@ -9,54 +8,70 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from forefetch.kernels.attention.gluon.codes import channels_to_k16, halves_of, join_quarters, stack, stored_to_tokens, unstack
+from forefetch.kernels.attention.gluon.codes import channels_to_k16, stack, stored_to_tokens, unstack
+from forefetch.kernels.attention.gluon.columns import as_rows, columns, turned
 from forefetch.kernels.attention.gluon.decode import decode_half, e4m3
 from forefetch.kernels.attention.gluon.layouts import (
     A16,
+    B16,
     CHANNEL_BYTES,
     CHUNK,
     FLAT,
-    HALF_TOKENS,
     MMA,
     QUERY,
     TOKEN_BYTES,
+    TOKENS,
+    by_column,
     channels_k16,
     rows_by,
 )
-from forefetch.kernels.attention.gluon.page import outlier_part
+from forefetch.kernels.attention.gluon.page_columns import outlier_columns
 
 UP = gl.constexpr(6)  # queries and weights are brought below 2^6: their products with scales, at most 448, fit float16
 
 
 @gluon.jit
 def half_scores(q, codes, scales, half, base, picked, outliers, unit, N: gl.constexpr):
-    """Scores (base 2) of tokens 64 half to 64 half + 63 as two [8, 32]. q [8, 128] float16 by channel; `codes`: these tokens',
-    `scales` [4, 128] and `outliers` the page's, in shared memory; `picked` as in `page.scores`; `base` [8]: the score's part
-    that is the same for all tokens; `unit` [8]: scores per unit of q scale level."""
-    PART: gl.constexpr = rows_by(CHUNK)
-    columns = ()
-    for n in gl.static_range(N):
-        stored = outliers._reinterpret(gl.float16, [2 * N, 64], FLAT).index(2 * n + half)
-        columns = columns + (halves_of(stored.load(HALF_TOKENS)),)
-    operand = stack(_scaled_query(q, scales, half * 2), _scaled_query(q, scales, half * 2 + 1), A16)
-    parts = ()
+    """Scores (base 2) of tokens 64 half to 64 half + 63 as two [32, 8]. q [8, 128] float16 by channel; `codes`: these tokens',
+    `scales` [4, 128] and `outliers` the page's, in shared memory; `picked`: N of [8], scaled q[outlier]; `base` [32, 8]: the
+    score's part that is the same for all tokens; `unit` [8]: scores per unit of q scale level."""
+    vectors = ()
+    for n in gl.static_range(max(1, N)):
+        vectors = vectors + (outliers._reinterpret(gl.float16, [2 * max(1, N), 64], FLAT).index(2 * n + half),)
+    others, parts = outlier_columns(picked, vectors, base, 8, N), ()
     for j in gl.static_range(2):
-        acc = mma_v2(operand, decode_half(codes, j), gl.zeros([16, CHUNK], gl.float32, MMA))
-        part = gl.convert_layout(unstack(acc)[j], PART, assert_trivial=True)
-        parts = parts + (part * unit[:, None] + outlier_part(base, picked, columns, j, N),)
+        operand = gl.convert_layout(gl.permute(_scaled_query(q, scales, half * 2 + j), (1, 0)), B16, assert_trivial=True)
+        acc = columns(mma_v2(as_rows(decode_half(codes, j)), operand, gl.zeros([CHUNK, 8], gl.float32, MMA)), 8)
+        parts = parts + (acc * unit[None, :] + others[j],)
     return parts
 
 
 @gluon.jit
+def soft_half(parts, top, zero):
+    """Scores and their maximum [8], V's zero in shared memory -> (exp2(score - top) as float16 [8, 128] by token; their sum, and the
+    sum of them times V's zero, both [8, 8] with equal rows)."""
+    weights = ()
+    for i in gl.static_range(4):
+        weights = weights + (gl.exp2(parts[i] - top[None, :]).to(gl.float16),)
+    both = gl.join(gl.join(weights[0], weights[2]), gl.join(weights[1], weights[3]))  # [32, 8, bit 6, bit 5]
+    both = gl.convert_layout(gl.reshape(gl.permute(both, (2, 3, 0, 1)), (128, 8)), by_column(128, 8), assert_trivial=True)
+    rows = gl.convert_layout(turned(both), rows_by(128), assert_trivial=True)
+    zero = gl.convert_layout(stored_to_tokens(zero.load(TOKENS)), gl.SliceLayout(0, rows_by(128)), assert_trivial=True)
+    zeros, ones = gl.broadcast(zero[None, :], gl.full([8, 128], 1.0, gl.float16, rows_by(128)))
+    operand = gl.convert_layout(gl.permute(rows, (1, 0)), B16, assert_trivial=True)
+    upper, lower = unstack(mma_v2(stack(ones, zeros, A16), operand, gl.zeros([16, 8], gl.float32, MMA)))
+    return rows, columns(upper, 8), columns(lower, 8)
+
+
+@gluon.jit
 def add_half_values(sums, weights, codes, scales, half, unit):
-    """Adds `unit` [8] times the page's weighted values of channels 64 half to 64 half + 63 to the first two of `sums`, [8, 32]
+    """Adds `unit` [8] times the page's weighted values of channels 64 half to 64 half + 63 to the first two of `sums`, [32, 8]
     each; `weights` [8, 128] float16 by token, `codes`: these channels', in shared memory, `scales` [4, 128] the page's."""
-    operand = stack(_scaled_weights(weights, scales, half * 2), _scaled_weights(weights, scales, half * 2 + 1), A16)
     added = ()
     for j in gl.static_range(2):
-        acc = mma_v2(operand, decode_half(codes, j), gl.zeros([16, CHUNK], gl.float32, MMA))
-        part = gl.convert_layout(unstack(acc)[j], rows_by(CHUNK), assert_trivial=True)
-        added = added + (sums[j] + part * unit[:, None],)
+        operand = gl.convert_layout(gl.permute(_scaled_weights(weights, scales, half * 2 + j), (1, 0)), B16, assert_trivial=True)
+        acc = columns(mma_v2(as_rows(decode_half(codes, j)), operand, gl.zeros([CHUNK, 8], gl.float32, MMA)), 8)
+        added = added + (sums[j] + acc * unit[None, :],)
     return added
 
 
@@ -73,9 +88,3 @@ def _scaled_weights(p, scales, i):
     """Weights times V's scales of channels 32 i and on."""
     group = stored_to_tokens(e4m3(scales.index(i).load(TOKEN_BYTES)))
     return p * gl.convert_layout(group, gl.SliceLayout(0, rows_by(128)), assert_trivial=True)[None, :]
-
-
-@gluon.jit
-def by_token(weights):
-    """Four [8, 32] -> [8, 128]."""
-    return gl.convert_layout(join_quarters(weights), rows_by(128), assert_trivial=True)
