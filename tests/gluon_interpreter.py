@@ -132,7 +132,7 @@ class Interpreter:
         self.pending: list[list[Callable[[], None]]] = []
         self.issued: list[Callable[[], None]] = []
         self.modules: dict[str, dict[str, Any]] = {}
-        self.special = {"gl": self.language(), "mma_v2": mma, "async_copy": self.copies(), **BETWEEN_LANES}
+        self.special = {"gl": self.language(), "mma_v2": mma, "async_copy": self.copies(), **BY_NAME}
 
     def run(self, kernel: Any, grid: tuple[int, int], *arguments: Any) -> None:
         memories = [x.view(-1) for x in arguments if isinstance(x, Tensor)]
@@ -208,8 +208,10 @@ def _turn_bytes(x: Value) -> Value:
     return Value(x.data.reshape(blocks, 4, 2, 4, 2, 2).permute(0, 3, 4, 1, 5, 2).reshape(blocks, 8, 4, 2, 2))
 
 
-# What `columns.py` does with instructions that move between lanes.
-BETWEEN_LANES: dict[str, Any] = {
+# What `columns.py` does with instructions that move between lanes; programs here run one after the other.
+BY_NAME: dict[str, Any] = {
+    "await_others": lambda: None,
+    "let_others_start": lambda: None,
     "turn_halves": lambda x: Value(x.data.transpose(-1, -2)),
     "turn_bytes": _turn_bytes,
     "every_second": lambda x: Value(x.data[::2].expand(8, 4)),

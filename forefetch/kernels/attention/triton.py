@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forefetch.kernels.pdl import early, released
+
 BLOCK = 64  # positions per tile: 32 KB of K and V at D = 128 in 16 bits, so several programs share an SM's memory
 WAVES = 8  # programs per SM that `plan_scratch` aims at; ragged rows need more than one wave to even out
 MAX_SPLITS = 128
@@ -86,6 +88,7 @@ def merge(scratch: Scratch, out: Tensor) -> None:
     _merge[(rows, heads, triton.cdiv(dim, channels))](
         *(scratch.partial, scratch.stats, out, out.stride(0), out.stride(1), scratch.splits, dim, tile, channels),
         num_warps=1 if tile <= 8 else 4,
+        **early(out),
     )
 
 
@@ -153,11 +156,12 @@ def _split(
 
 @triton.jit
 def _merge(
-    partial, stats, out, out_row, out_head, splits, D: tl.constexpr, S: tl.constexpr, C: tl.constexpr
+    partial, stats, out, out_row, out_head, splits, D: tl.constexpr, S: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Program (row, head, block of C channels): joins the splits. Empty ones left a sum of 0 and are not read."""
     row, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
+    released(PDL)
     s, d = tl.arange(0, S), block * C + tl.arange(0, C)
     at = (row * heads + head) * splits + s
     top = tl.load(stats + at * 2, mask=s < splits, other=-float("inf"))

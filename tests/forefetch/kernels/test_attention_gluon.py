@@ -28,7 +28,7 @@ def queries(rows: int, heads: int, dtype: torch.dtype = torch.bfloat16) -> Tenso
     return torch.randn(rows, heads, 128, generator=torch.Generator().manual_seed(5)).to(dtype)
 
 
-def run(q: Tensor, scene: Scene, splits: int, scale: float = SCALE) -> Tensor:
+def run(q: Tensor, scene: Scene, splits: int, scale: float = SCALE, apart: int = 0) -> Tensor:
     """Poisoned output and scratch."""
     from forefetch.kernels.attention import gluon
     from forefetch.kernels.attention.triton import Scratch
@@ -37,7 +37,7 @@ def run(q: Tensor, scene: Scene, splits: int, scale: float = SCALE) -> Tensor:
     shape = (len(q) + 1, q.shape[1], splits)  # made for a larger batch
     scratch = Scratch(torch.full((*shape, 128), torch.nan, device="cuda"), torch.full((*shape, 2), torch.nan, device="cuda"))
     out = torch.full_like(q, torch.nan)
-    return gluon.decode_sealed(q, on_device.kv, on_device.plan, scene.format, scale, out, scratch).cpu()
+    return gluon.decode_sealed(q, on_device.kv, on_device.plan, scene.format, scale, out, scratch, apart).cpu()
 
 
 @pytest.mark.parametrize("group", [1, 4, 7, 8])
@@ -46,8 +46,8 @@ def test_ragged_batch(name: str, group: int) -> None:
     scene = make_scene(make(name), LENGTHS)
     q = queries(len(LENGTHS), 2 * group)
     expected, bound = truth(q, scene, SCALE), expected_error(q, scene, SCALE)
-    for splits in (1, 3, 7):
-        got = run(q, scene, splits)
+    for splits, apart in ((1, 0), (3, 0), (7, 0), (2, 1), (7, 3)):
+        got = run(q, scene, splits, apart=apart)
         assert bool((got[LENGTHS.index(0)] == 0).all())
         assert relative(got, expected) < bound
         for row, length in enumerate(LENGTHS):

@@ -20,7 +20,7 @@ from forefetch.kernels.kv_codec import KvFormat
 SCALE = 128**-0.5
 
 
-def decode(q: Tensor, scene: Scene, splits: int, eager: bool, impatient: bool = False) -> Tensor:
+def decode(q: Tensor, scene: Scene, splits: int, eager: bool, impatient: bool = False, apart: int = 0) -> Tensor:
     """`gluon.decode_sealed` with the merge in float64; scratch poisoned."""
     kv, plan, format = scene.kv, scene.plan, scene.format
     rows, heads, _ = q.shape
@@ -29,7 +29,7 @@ def decode(q: Tensor, scene: Scene, splits: int, eager: bool, impatient: bool = 
     tables = torch.tensor([[level] * 32 for level in gluon.level_bytes(format)], dtype=torch.int32)
     arguments: list[Any] = [q, kv.pages.view(torch.int32), kv.pages.view(torch.float16), kv.pages]
     arguments += [plan.page_table, plan.sealed, plan.lengths, plan.tail, kv.tail_k, kv.tail_v, kv.sink_k, kv.sink_v]
-    arguments += [partial, stats, SCALE * math.log2(math.e), tables, gluon.ONE, kv.pages.shape[1], kv.tail_k.shape[1]]
+    arguments += [partial, stats, SCALE * math.log2(math.e), tables, apart, gluon.ONE, kv.pages.shape[1], kv.tail_k.shape[1]]
     arguments += [plan.page_table.stride(0), q.stride(0), q.stride(1)]
     arguments += [kv_heads, group, kv.tail_k.shape[2], format]
     Interpreter(eager, impatient).run(split_sealed, (splits, rows * kv_heads), *arguments)
@@ -59,10 +59,23 @@ def test_ragged_batch(name: str, group: int) -> None:
     expected, bound = truth(q, scene, SCALE), expected_error(q, scene, SCALE)
     answers = [decode(q, scene, 2, eager) for eager in (False, True)]
     assert torch.equal(*answers)
-    assert bool((answers[0][2] == 0).all())
-    for row, length in enumerate(lengths):
-        if length:
-            assert relative(answers[0][row], expected[row]) < 2 * bound, f"row of {length}"
+    answers.append(decode(q, scene, 3, False, apart=1))
+    for answer in answers[1:]:
+        assert bool((answer[2] == 0).all())
+        for row, length in enumerate(lengths):
+            if length:
+                assert relative(answer[row], expected[row]) < 2 * bound, f"row of {length}"
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 64, 500])
+@pytest.mark.parametrize("max_pages", [0, 1, 15, 63, 255, 1023])
+def test_every_program_of_a_plan_has_work(rows: int, max_pages: int) -> None:
+    """One wave at most where work is long, no program without a page where rows are full."""
+    for name, group in (("e2m0", 4), ("e2m0", 8), ("fp4", 8)):
+        fit = gluon.fit(make(name), group)
+        split = gluon.plan_split(rows, 8, max_pages, 132, fit.programs)
+        assert 1 <= split.programs - split.apart <= max(1, max_pages)
+        assert rows * 8 * split.programs <= max(rows * 8, fit.programs * 132)
 
 
 @pytest.mark.parametrize("name", ["e2m0", "fp4"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,20 @@ from forefetch.kernels.attention.triton import Scratch, merge
 from forefetch.kernels.kv_codec.formats import KvFormat
 
 ONE = 0x3C003C00  # 1.0 twice in float16
-REGISTERS = 168  # per thread. 3 warps on each quarter of an SM; a fourth would need 128, which spills and is slower
-WARPS = 12  # on an SM
+
+
+class Fit(NamedTuple):
+    """What a program takes of an SM: registers of a thread, and how many programs are there at once."""
+
+    registers: int
+    programs: int
+
+
+class Split(NamedTuple):
+    """How many programs share a row and KV head, and how many take its float16 tokens and no pages (0: all take both)."""
+
+    programs: int
+    apart: int
 
 
 def supports(format: KvFormat, group: int, device: torch.device) -> bool:
@@ -28,20 +41,25 @@ def supports(format: KvFormat, group: int, device: torch.device) -> bool:
     return fits and group <= 8 and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def plan_splits(rows: int, kv_heads: int, max_pages: int, device: torch.device) -> int:
-    """Programs per row and KV head. Long work: one full wave, so that all end together. Short work: two thirds of a wave, and
-    at least two pages each, because a program's start and its share of the merge cost as much as some pages."""
-    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+def fit(format: KvFormat, group: int) -> Fit:
+    """168 registers are the most for 3 programs on each quarter of an SM, 128 for 4. Heads as rows would spill at 128; `fp4`
+    and `asym3` need too much shared memory."""
+    return Fit(128, 16) if group <= 4 and format.name not in ("fp4", "asym3") else Fit(168, 12)
+
+
+def plan_split(rows: int, kv_heads: int, max_pages: int, processors: int, programs: int) -> Split:
+    """Long work: one full wave (`programs` on each processor), so that all end together. Short work: 8 on each, because a
+    program's start and its share of the merge cost as much as some pages. Where that is a page each, float16 tokens would take
+    half of the time, so others do them."""
     streams = rows * kv_heads
-    if streams * max_pages >= 16 * WARPS * processors:
-        return max(1, WARPS * processors // streams)
-    each = max(2, -(-streams * max_pages // (8 * processors)))
-    return max(1, -(-max_pages // each))
+    if streams * max_pages >= 12 * programs * processors:
+        return Split(max(1, programs * processors // streams), 0)
+    each = max(1, -(-streams * max_pages // (8 * processors)))
+    apart = 3 if max_pages and streams * (max_pages + 3) <= 8 * processors else 0
+    return Split(max(1, -(-max_pages // each)) + apart, apart)
 
 
-def plan_scratch(rows: int, heads: int, kv_heads: int, max_pages: int, device: torch.device) -> Scratch:
-    """Scratch for up to `rows` rows of up to `max_pages` sealed pages."""
-    splits = plan_splits(rows, kv_heads, max_pages, device)
+def _scratch(rows: int, heads: int, splits: int, device: torch.device) -> Scratch:
     return Scratch(
         torch.empty((rows, heads, splits, 128), dtype=torch.float32, device=device),
         torch.empty((rows, heads, splits, 2), dtype=torch.float32, device=device),
@@ -56,26 +74,31 @@ def decode_sealed(
     scale: float,
     out: Tensor | None = None,
     scratch: Scratch | None = None,
+    apart: int = 0,
 ) -> Tensor:
     """q [B, Hq, 128] of any float type over sealed pages, tail and sinks -> [B, Hq, 128] in q's type.
 
-    Queries are taken as float16. A row of length 0 comes out as zeros. `out` and `scratch` are made when not given.
+    Queries are taken as float16. A row of length 0 comes out as zeros. `out` and `scratch` are made when not given; `apart`
+    (`Split`) comes with a given `scratch`.
     """
     _check(q, kv, plan, format)
     rows, heads, _ = q.shape
     kv_heads, n_pages, _ = kv.pages.shape
-    out = torch.empty_like(q) if out is None else out
+    out, fitting = torch.empty_like(q) if out is None else out, fit(format, heads // kv_heads)
     if scratch is None:
-        scratch = plan_scratch(rows, heads, kv_heads, plan.page_table.shape[1], q.device)
+        processors: int = torch.cuda.get_device_properties(q.device).multi_processor_count
+        split = plan_split(rows, kv_heads, plan.page_table.shape[1], processors, fitting.programs)
+        scratch, apart = _scratch(rows, heads, split.programs, q.device), split.apart
     split_sealed[(scratch.splits, rows * kv_heads)](
         *(q, kv.pages.view(torch.int32), kv.pages.view(torch.float16), kv.pages),
         *(plan.page_table, plan.sealed, plan.lengths, plan.tail, kv.tail_k, kv.tail_v, kv.sink_k, kv.sink_v),
         *(scratch.partial, scratch.stats, scale * math.log2(math.e)),
-        *(_tables(format.name, q.device), ONE, n_pages, kv.tail_k.shape[1]),
+        *(_tables(format.name, q.device), apart, ONE, n_pages, kv.tail_k.shape[1]),
         *(plan.page_table.stride(0), q.stride(0), q.stride(1)),
         *(kv_heads, heads // kv_heads, kv.tail_k.shape[2], format),
         num_warps=1,
-        maxnreg=REGISTERS,
+        maxnreg=fitting.registers,
+        launch_pdl=True,
     )
     merge(scratch, out)
     return out

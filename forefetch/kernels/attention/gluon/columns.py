@@ -1,7 +1,7 @@
 """Heads as the columns of tensor products: codes are operand A, queries and weights are operand B.
 
-So no row is idle or counted twice where a KV head has at most four heads (8 columns: 4 heads, high and low part) or where numbers
-are not split in two (`fp4`: 8 heads). Scores come out with tokens as rows, and as weights they must change to columns:
+So no row is idle or counted twice where a KV head has at most four heads (8 columns: 4 heads, high and low part) or where
+numbers are not split in two (`fp4`: 8 heads). Scores come out with tokens as rows, and as weights they must change to columns:
 `movmatrix` turns 8 x 8 float16 numbers, or pairs of bytes, between the lanes of a warp.
 
 The three functions whose results are other elements than their layouts say, `turn_halves`, `turn_bytes` and `every_second`,
@@ -44,8 +44,8 @@ fma.rn.f16x2 b, $1, limit, b;
 fma.rn.f16x2 b, b, $3, magic;
 prmt.b32 $0, a, b, 0x6420;
 }""")
-# Four float16 numbers x -> the bytes of the part that the lane keeps, of x $3: for the low part $5 = -1, $7 = 1536, $9 = 254; for
-# the high part, which is what is left when nothing has been taken away, 0, 0, 1.
+# Four float16 numbers x -> the bytes of the part of x $3 that the lane keeps. For the low part $5 = -1, $7 = 1536, $9 = 254;
+# for the high part, which is what is left when nothing has been taken away, 0, 0, 1.
 _PART = gl.constexpr("""{
 .reg .b32 magic, a, b;
 mov.b32 magic, 0x66006600;
@@ -62,6 +62,14 @@ prmt.b32 $0, a, b, 0x6420;
 
 
 @gluon.jit
+def each_twice(query, LAYOUT: gl.constexpr, TO: gl.constexpr):
+    """[4, 128] in shared memory -> [8, 128] in layout TO, every row twice; LAYOUT: the same as [4, 2, 128]."""
+    x = gl.expand_dims(query.load(gl.SliceLayout(1, LAYOUT)), 1)
+    x, _ = gl.broadcast(x, gl.full([4, 2, 128], 0.0, gl.float16, LAYOUT))
+    return gl.convert_layout(gl.reshape(x, (8, 128)), TO, assert_trivial=True)
+
+
+@gluon.jit
 def turn_halves(x):
     """float16 [blocks, 8, 8] -> each block transposed."""
     return gl.inline_asm_elementwise(_TURN, "=r,r", [x], dtype=gl.float16, is_pure=True, pack=2)
@@ -69,7 +77,7 @@ def turn_halves(x):
 
 @gluon.jit
 def turn_bytes(x):
-    """int8 [blocks, 8 a, 4 b, 2 c, 2 d] -> the element that was at a = (j, m), b = i >> 1, c = i & 1, d = l is at [.., i, j, l, m]."""
+    """int8 [blocks, 8 a, 4 b, 2 c, 2 d] -> the element of a = (j, m), b = i >> 1, c = i & 1, d = l is at [.., i, j, l, m]."""
     return gl.inline_asm_elementwise(_TURN_BYTES, "=r,r", [x], dtype=gl.int8, is_pure=True, pack=4)
 
 
@@ -77,7 +85,9 @@ def turn_bytes(x):
 def every_second(x):
     """[8] by row -> [8, 4] with equal rows: elements 0, 2, 4, 6."""
     TO: gl.constexpr = by_column(8, 4)
-    wide, _ = gl.broadcast(gl.convert_layout(x, gl.SliceLayout(1, TO), assert_trivial=True)[:, None], gl.zeros([8, 4], x.dtype, TO))
+    wide, _ = gl.broadcast(
+        gl.convert_layout(x, gl.SliceLayout(1, TO), assert_trivial=True)[:, None], gl.zeros([8, 4], x.dtype, TO)
+    )
     source, _ = gl.broadcast((gl.arange(0, 4, gl.SliceLayout(0, TO)) * 8)[None, :], gl.full([8, 4], 0, gl.int32, TO))
     return gl.inline_asm_elementwise(_SHUFFLE, "=r,r,r", [wide, source], dtype=x.dtype, is_pure=True, pack=1)
 
@@ -124,8 +134,8 @@ def down(x):
 
 @gluon.jit
 def part_of_lane(x, factor):
-    """float16 [8, k] in the order k of an operand, factor [8] with |x factor| <= 127 -> int8 operand [8, k]: in even rows the high
-    parts, in odd ones the low parts, as `codes.high_low` splits them."""
+    """float16 [8, k] in the order k of an operand, factor [8] with |x factor| <= 127 -> int8 operand [8, k]: in even rows the
+    high parts, in odd ones the low parts, as `codes.high_low` splits them."""
     LAYOUT: gl.constexpr = x.type.layout
     low = gl.arange(0, 8, gl.SliceLayout(1, LAYOUT)) % 2 == 1
     factor = gl.convert_layout(factor.to(gl.float16), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
@@ -139,7 +149,7 @@ def part_of_lane(x, factor):
 
 @gluon.jit
 def turned_parts(weights):
-    """float16 [32 tokens, 4 heads], at most 1 -> int8 [8, 32]: rows are heads and parts, tokens in the order k of the stored values."""
+    """float16 [32 tokens, 4 heads], at most 1 -> int8 [8, 32]: rows are heads and parts, tokens by k of the stored values."""
     x = gl.permute(gl.reshape(weights, (2, 2, 8, 4)), (0, 2, 3, 1))
     x = gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(3, TURNING), assert_trivial=True), 3)
     x, steps = gl.broadcast(x, gl.full([2, 8, 4, 2, 2], 254.0, gl.float16, TURNING))
@@ -156,7 +166,7 @@ def turned(weights):
 
 @gluon.jit
 def token_vector(stored):
-    """float16 [T] over 128 or 64 tokens as stored, in shared memory -> float32 by token in order, for the rows of `by_column`."""
+    """float16 over 128 or 64 tokens as stored, in shared memory -> float32 by token in order, for the rows of `by_column`."""
     T: gl.constexpr = stored.shape[0]
     LAYOUT: gl.constexpr = token_words(T // 2)
     words = stored._reinterpret(gl.int32, [T // 2], FLAT).load(gl.SliceLayout(1, LAYOUT))

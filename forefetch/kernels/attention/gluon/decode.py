@@ -56,20 +56,21 @@ prmt.b32 $3, $36, $52, odd_up;
 }""")
 _DECODE3_PINS = gl.constexpr("=r,=r,=r,=r," + ",".join(["r"] * 80))
 
-# 8 codes of E2M1 -> 8 float16 numbers, the level times 2^-15: exponent and mantissa lie where float16 has them.
+# 8 codes of E2M1 -> 8 float16 numbers, the level times 2^-15: exponent and mantissa lie where float16 has them. A byte's other
+# code has its magnitude 5 bits and its sign 15 bits too low (in the upper bytes after a shift by 8); one product moves both,
+# and what else it makes is masked.
 _DECODE4 = gl.constexpr("""{
-.reg .b32 low, part, sign;
-shl.b32 low, $4, 8;
-and.b32 $0, low, 0x8e008e00;
-shr.u32 part, low, 3;
-shl.b32 sign, low, 7;
-and.b32 part, part, 0x0e000e00;
-lop3.b32 $1, sign, 0x80008000, part, 0xea;
+.reg .b32 part;
+shl.b32 part, $4, 8;
+and.b32 $0, part, 0x8e008e00;
+and.b32 part, $4, 0x00710071;
+mad.lo.s32 part, part, 0x8020, 0;
+and.b32 $1, part, 0x8e008e00;
 and.b32 $2, $4, 0x8e008e00;
-shr.u32 part, $4, 3;
-shl.b32 sign, $4, 7;
-and.b32 part, part, 0x0e000e00;
-lop3.b32 $3, sign, 0x80008000, part, 0xea;
+shr.u32 part, $4, 8;
+and.b32 part, part, 0x00710071;
+mad.lo.s32 part, part, 0x8020, 0;
+and.b32 $3, part, 0x8e008e00;
 }""")
 _DECODE4_PINS = gl.constexpr("=r,=r,=r,=r," + ",".join(["r"] * 8))
 LEVEL = gl.constexpr(2.0**15)

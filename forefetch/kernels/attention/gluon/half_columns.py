@@ -6,17 +6,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from forefetch.kernels.attention.gluon.columns import columns, turned
+from forefetch.kernels.attention.gluon.columns import columns, each_twice, turned
 from forefetch.kernels.attention.gluon.half import LOWEST, TILE, as_tile
-from forefetch.kernels.attention.gluon.layouts import A16, B16, CHUNK, MMA, by_column, rows_by
+from forefetch.kernels.attention.gluon.layouts import A16, B16, CHUNK, MMA, TWICE_ROWS, by_column, rows_by
 
 
 @gluon.jit
 def tile_scores_columns(query, codes, start, spans, scale):
-    """Scores (base 2) [16, W] of the tile in `codes`; `query` [8, 128] in shared memory, scores per unit of it `scale` [W]."""
+    """Scores (base 2) [16, W] of the tile in `codes`; `query` [W, 128] in shared memory, scores per unit of it `scale` [W]."""
     W: gl.constexpr = scale.shape[0]
     LAYOUT: gl.constexpr = by_column(TILE, W)
-    q = gl.convert_layout(gl.permute(query.load(rows_by(128)), (1, 0)), B16, assert_trivial=True)
+    q = each_twice(query, TWICE_ROWS, rows_by(128)) if W == 4 else query.load(rows_by(128))
+    q = gl.convert_layout(gl.permute(q, (1, 0)), B16, assert_trivial=True)
     s = columns(mma_v2(as_tile(codes).load(A16), q, gl.zeros([TILE, 8], gl.float32, MMA)), W)
     seen = start + gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT)) < spans[2]
     scale = gl.convert_layout(scale, gl.SliceLayout(0, LAYOUT), assert_trivial=True)[None, :]
@@ -25,8 +26,8 @@ def tile_scores_columns(query, codes, start, spans, scale):
 
 @gluon.jit
 def add_tile_columns(state, s, codes):
-    """Adds a tile to (maximum [W], sum of weights [8, W], four sums [32, W]), each measured by the maximum as it then is. The sum
-    of weights is over its 8 rows."""
+    """Adds a tile to (maximum [W], sum of weights [8, W], four sums [32, W]), each measured by the maximum as it then is. The
+    sum of weights is over its 8 rows."""
     W: gl.constexpr = s.shape[1]
     top, total, sums = state
     higher = gl.maximum(top, gl.convert_layout(gl.max(s, 0), top.type.layout, assert_trivial=True))

@@ -6,11 +6,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from forefetch.kernels.attention.gluon.copies import buffers, codes_at, fetch_keys, fetch_values, get, heads, width
+from forefetch.kernels.attention.gluon.copies import buffers, codes_at, fetch_keys, fetch_values, get, heads, load_meta, width
 from forefetch.kernels.attention.gluon.decode import load_table
 from forefetch.kernels.attention.gluon.finish import finish
 from forefetch.kernels.attention.gluon.half import TILE, add_tile, no_tokens, tile_scores, to_pages
 from forefetch.kernels.attention.gluon.half_columns import add_tile_columns, no_tokens_columns, tile_scores_columns
+from forefetch.kernels.attention.gluon.launch import await_others, let_others_start
 from forefetch.kernels.attention.gluon.layouts import CHUNK, QUERY, SWIZZLED, by_column, rows_by
 from forefetch.kernels.attention.gluon.loop_columns import attend_pages_columns
 from forefetch.kernels.attention.gluon.loop_half import attend_half_pages
@@ -18,24 +19,29 @@ from forefetch.kernels.attention.gluon.loops import attend_pages
 from forefetch.kernels.attention.gluon.page_half import UP
 
 
-@gluon.jit(do_not_specialize=["one", "n_pages", "n_tails", "table_row"])
+@gluon.jit(do_not_specialize=["apart", "one", "n_pages", "n_tails", "table_row"])
 def split_sealed(
     q, words, halves, raw, page_table, sealed, lengths, tails, tail_k, tail_v, sink_k, sink_v, partial, stats,
-    scale, levels, one, n_pages, n_tails, table_row, q_row, q_head,
+    scale, levels, apart, one, n_pages, n_tails, table_row, q_row, q_head,
     HK: gl.constexpr, G: gl.constexpr, TAIL: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
     """Program (split, row * HK + KV head) -> partial and stats [row, head, split] of G heads, as `triton._merge` wants them.
 
     `words`, `halves`, `raw`: the pages as int32, float16 and bytes. `levels` int32 [2, 32]: four levels, a byte
-    each, of the codes without and with a third bit, 32 times (`load_table`).
+    each, of the codes without and with a third bit, 32 times (`load_table`). `apart`: how many programs of a row and KV head
+    take its float16 tokens, and no pages; 0: all take their share of both.
     """
+    await_others()
     W: gl.constexpr = width(F, G)
     SINKS: gl.constexpr = get(F, "sinks")
     BLOB: gl.constexpr = get(F, "blob_bytes")
     split, splits = gl.program_id(0), gl.num_programs(0)
     kv_head, row = gl.program_id(1) % HK, gl.program_id(1) // HK
-    pages = gl.load(sealed + row)
-    span = page_table + row * table_row, split * pages // splits, (split + 1) * pages // splits
+    q_at = q + row.to(gl.int64) * q_row + kv_head * G * q_head
+    asked = load_heads(q_at, q_head, G, W)
+    pages, shares = gl.load(sealed + row), splits - apart
+    mine = gl.minimum(split, shares)
+    span = page_table + row * table_row, mine * pages // shares, gl.minimum(mine + 1, shares) * pages // shares
     base = kv_head.to(gl.int64) * n_pages
     head = words + base * (BLOB // 4), halves + base * (BLOB // 2), raw + base * BLOB
     length, tail = gl.load(lengths + row), gl.load(tails + row)
@@ -47,37 +53,49 @@ def split_sealed(
     sinks = gl.minimum(length, SINKS)
     skipped = gl.where(pages == 0, sinks, 0)
     spans = sinks, skipped, sinks + length - pages * 128 - skipped
+    first, stride = split * TILE, splits * TILE
+    if apart > 0:
+        first, stride = gl.where(split < shares, spans[2], (split - shares) * TILE), apart * TILE
     k_buffers, v_buffers = buffers(F)
-    q_at = q + row.to(gl.int64) * q_row + kv_head * G * q_head
-    query, unit, row_scale = load_query(q_at, q_head, scale, G, W, UP if get(F, "name") == "fp4" else 0)
+    fetch_keys(keys, spans, first, head, page, have, k_buffers, F)
+    fetch_values(values, spans, first, head, page, have, v_buffers, F)
+    query, unit, row_scale = store_query(asked, scale, W, UP if get(F, "name") == "fp4" else 0)
+    meta = load_meta(head, page, F)
     state = attend_half(
-        query, keys, values, spans, split * TILE, splits * TILE, head, page, have, k_buffers, v_buffers, row_scale, F, W
+        query, keys, values, spans, first, stride, head, page, have, k_buffers, v_buffers, row_scale, F, W
     )  # fmt: skip
-    scales = scale, row_scale, unit
+    scales, pages = (scale, row_scale, unit), (page, meta)
     if get(F, "name") == "fp4":
-        state = attend_half_pages(state, query, head, span, page, k_buffers, v_buffers, (q_at, q_head), scales, G, F)
+        state = attend_half_pages(state, query, head, span, pages, k_buffers, v_buffers, (q_at, q_head), scales, G, F)
     else:
         tables = load_table(levels), load_table(levels + 32)
         if W == 4:
             state = attend_pages_columns(
-                state, query, head, span, page, k_buffers, v_buffers, tables, one, (q_at, q_head), scales, G, F
+                state, query, head, span, pages, k_buffers, v_buffers, tables, one, (q_at, q_head), scales, G, F
             )
         else:
             state = attend_pages(
-                state, query, head, span, page, k_buffers, v_buffers, tables, one, (q_at, q_head), scales, G, F
+                state, query, head, span, pages, k_buffers, v_buffers, tables, one, (q_at, q_head), scales, G, F
             )
+    let_others_start()
     finish(state, partial, stats, (row * HK + kv_head) * G, split, splits, G, W)
 
 
 @gluon.jit
-def load_query(q_at, q_head, scale, G: gl.constexpr, W: gl.constexpr, HIGH: gl.constexpr):
-    """(Q of G heads as float16 [8, 128] in shared memory, what it was multiplied by [8] by row, scores per unit of it: [8], or
-    [W] by column); rows as `heads` has them.
+def load_heads(q_at, q_head, G: gl.constexpr, W: gl.constexpr):
+    """Q of G heads [8, 128], rows as `heads` has them."""
+    head = heads(G, W, gl.SliceLayout(1, QUERY))
+    return gl.load(q_at + head[:, None] * q_head + gl.arange(0, 128, gl.SliceLayout(0, QUERY))[None, :])
+
+
+@gluon.jit
+def store_query(query, scale, W: gl.constexpr, HIGH: gl.constexpr):
+    """(Q as float16 [8, 128], by column [W, 128], in shared memory; what it was multiplied by [8], by row; scores per unit of
+    it: [8], or [W] by column).
 
     A power of two brings each head below 2^HIGH, so that a product with any scale of K stays within float16.
     """
-    head = heads(G, W, gl.SliceLayout(1, QUERY))
-    query = gl.load(q_at + head[:, None] * q_head + gl.arange(0, 128, gl.SliceLayout(0, QUERY))[None, :]).to(gl.float32)
+    query = query.to(gl.float32)
     exponent = gl.maximum(gl.max(gl.abs(query), 1).to(gl.int32, bitcast=True) >> 23, HIGH)
     unit = ((253 + HIGH - exponent) << 23).to(gl.float32, bitcast=True)
     query = (query * unit[:, None]).to(gl.float16)
@@ -89,20 +107,17 @@ def load_query(q_at, q_head, scale, G: gl.constexpr, W: gl.constexpr, HIGH: gl.c
         if W == 4:
             back = gl.max(gl.reshape(back, (4, 2)), 1)  # they are equal
         back = gl.convert_layout(back, gl.SliceLayout(0, by_column(CHUNK, W)))
-    return gl.allocate_shared_memory(gl.float16, [8, 128], SWIZZLED, query), unit, back
+    if W == 4:
+        query = gl.max(gl.reshape(query, (4, 2, 128)), 1).to(gl.float16)  # again
+    return gl.allocate_shared_memory(gl.float16, [W if W > 0 else 8, 128], SWIZZLED, query), unit, back
 
 
 @gluon.jit
 def attend_half(
     query, keys, values, spans, first, stride, head, page, have, k_buffers, v_buffers, scale, F: gl.constexpr, W: gl.constexpr
 ):  # fmt: skip
-    """Tiles of float16 tokens at first, first + stride, ... Leaves the first page's copies under way."""
-    fetch_keys(keys, spans, first, head, page, have, k_buffers, F)
-    fetch_values(values, spans, first, head, page, have, v_buffers, F)
-    if W == 0:
-        state = no_tokens()
-    else:
-        state = no_tokens_columns(W)
+    """Tiles of float16 tokens at first (fetched already), first + stride, ... Leaves the first page's copies under way."""
+    state = no_tokens() if W == 0 else no_tokens_columns(W)
     for start in range(first, spans[2], stride):
         async_copy.wait_group(1)
         if W == 0:

@@ -27,6 +27,14 @@ B16 = gl.constexpr(gl.DotOperandLayout(1, _Mma, 2))  # float16 [k, n]
 
 # Q [8, 128] by channel: a lane owns 32 channels of a head.
 QUERY = gl.constexpr(_Linear([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[0, 32], [0, 64], *_ROWS], [], [], [8, 128]))
+# Rows as pairs of equal ones: QUERY, and `rows_by(128)`.
+_TWICE = [[0, 1, 0], [1, 0, 0], [2, 0, 0]]
+TWICE_QUERY = gl.constexpr(
+    _Linear([[0, 0, 1 << bit] for bit in range(5)], [[0, 0, 32], [0, 0, 64], *_TWICE], [], [], [4, 2, 128])
+)
+TWICE_ROWS = gl.constexpr(
+    _Linear([[0, 0, 1 << bit] for bit in (0, 3, 4, 5, 6)], [[0, 0, 2], [0, 0, 4], *_TWICE], [], [], [4, 2, 128])
+)
 # The same in the order k of an 8-bit operand.
 QUERY_K = gl.constexpr(_Linear([[0, 1], [0, 2], [0, 16], [0, 32], [0, 64]], [[0, 4], [0, 8], *_ROWS], [], [], [8, 128]))
 # A vector over channels that meets QUERY as a float16 operand B with equal columns.
@@ -65,8 +73,8 @@ def rows_by(columns):
 
 @gluon.constexpr_function
 def by_column(rows, width):
-    """[rows, width] over tokens or channels and heads, as accumulators hold it whose 8 columns are `width` = 8 heads, or the high
-    and the low parts of 4."""
+    """[rows, width] over tokens or channels and heads, as accumulators hold it whose 8 columns are `width` = 8 heads, or the
+    high and the low parts of 4."""
     columns = [[0, 2], [0, 4]] if width == 8 else [[0, 1], [0, 2]]
     tiles = [[1 << bit, 0] for bit in range(3, rows.bit_length() - 1)]
     return _Linear([*([[0, 1]] if width == 8 else []), *tiles], [*columns, [1, 0], [2, 0], [4, 0]], [], [], [rows, width])
@@ -74,8 +82,8 @@ def by_column(rows, width):
 
 @gluon.constexpr_function
 def token_words(count):
-    """[count, 2]: words of a page's vector over tokens as stored and the lower or upper half, which is the token's bit 0. A lane
-    reads every word that has one of its tokens, the rows of `by_column`."""
+    """[count, 2]: words of a page's vector over tokens as stored and the lower or upper half, which is the token's bit 0. A
+    lane reads every word that has one of its tokens, the rows of `by_column`."""
     return _Linear(
         [[1 << bit, 0] for bit in (0, 1, 2, *range(5, count.bit_length() - 1))],
         [[0, 0], [0, 0], [0, 1], [8, 0], [16, 0]], [], [], [count, 2],

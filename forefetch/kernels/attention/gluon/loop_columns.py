@@ -41,16 +41,16 @@ def with_page_columns(total, weighted, page_total, page_weighted, share):
 
 @gluon.jit
 def attend_pages_columns(
-    state, query, head, span, page, k_buffers, v_buffers, levels, one, q, scales, G: gl.constexpr, F: gl.constexpr
+    state, query, head, span, pages, k_buffers, v_buffers, levels, one, q, scales, G: gl.constexpr, F: gl.constexpr
 ):
-    """The span's pages -> (maximum [4]; sum of weights and sum of weights times zero, over 8 rows of [8, 4]; sums four [32, 4]).
+    """The span's pages -> (maximum [4]; sums of weights, and of weights times zero, over 8 rows of [8, 4]; sums four [32, 4]).
 
     `scales`: (base-2 scale of scores, the same per unit of the stored queries [4], that unit [8] by row)."""
     N: gl.constexpr = get(F, "outliers")
     table, first, last = span
     top, total, sums = state
     weighted = gl.zeros([8, 4], gl.float32, by_column(8, 4))
-    meta = load_meta(head, page, F)
+    page, meta = pages
     picked, third = pick(q[0], q[1], meta, scales[0], G, 4, N), 0
     if get(F, "thirds") > 0:
         third = pick_thirds(q[0], q[1], head, page, meta, scales[2], G, 4, F)

@@ -1,4 +1,5 @@
-"""`loop_columns.attend_pages_columns` for `fp4`: the four quarters of a page's codes go round a ring of three, copied where one was read."""
+"""`loop_columns.attend_pages_columns` for `fp4`: the four quarters of a page's codes go round a ring of three, one copied
+where another was read."""
 
 from __future__ import annotations
 
@@ -56,13 +57,13 @@ def _add_values(sums, weights, head, coming, more, buffers, slots, unit, F: gl.c
 
 
 @gluon.jit
-def attend_half_pages(state, query, head, span, page, k_buffers, v_buffers, q, scales, G: gl.constexpr, F: gl.constexpr):
+def attend_half_pages(state, query, head, span, pages, k_buffers, v_buffers, q, scales, G: gl.constexpr, F: gl.constexpr):
     """The span's pages: see `loop_columns.attend_pages_columns`, with 8 columns."""
     N: gl.constexpr = get(F, "outliers")
     table, first, last = span
     top, total, sums = state
     weighted = gl.zeros([8, 8], gl.float32, by_column(8, 8))
-    meta = load_meta(head, page, F)
+    page, meta = pages
     picked = pick(q[0], q[1], meta, scales[0], G, 8, N)
     coming = gl.load(table + first + 1, mask=first + 1 < last, other=0)
     slot = first * 0

@@ -55,17 +55,17 @@ def with_page(total, weighted, page_total, page_weighted, share):
 
 @gluon.jit
 def attend_pages(
-    state, query, head, span, page, k_buffers, v_buffers, levels, one, q, scales, G: gl.constexpr, F: gl.constexpr
+    state, query, head, span, pages, k_buffers, v_buffers, levels, one, q, scales, G: gl.constexpr, F: gl.constexpr
 ):  # fmt: skip
     """The span's pages -> (maximum [8], sum of weights [8, 8], sum of weights times zero [8, 8], sums four [8, 32]).
 
-    `span`: (row of the page table, first page, end); `q`: (the row's queries, stride of heads); `scales`: (base-2 scale of
-    scores, the same per unit of the stored queries [8], that unit [8])."""
+    `span`: (row of the page table, first page, end); `pages`: (the first one's number, its `load_meta`); `q`: (the row's
+    queries, stride of heads); `scales`: (base-2 scale of scores, the same per unit of stored queries [8], that unit [8])."""
     N: gl.constexpr = get(F, "outliers")
     table, first, last = span
     top, total, sums = state
     weighted = gl.zeros([8, 8], gl.float32, rows_by(8))
-    meta = load_meta(head, page, F)
+    page, meta = pages
     picked, third = pick(q[0], q[1], meta, scales[0], G, 0, N), 0
     if get(F, "thirds") > 0:
         third = pick_thirds(q[0], q[1], head, page, meta, scales[2], G, 0, F)

@@ -12,6 +12,7 @@ from forefetch.kernels.attention.gluon.columns import (
     column_chunks,
     columns,
     down,
+    each_twice,
     every_second,
     joined,
     part_of_lane,
@@ -30,6 +31,7 @@ from forefetch.kernels.attention.gluon.layouts import (
     MMA,
     QUERY,
     QUERY_K,
+    TWICE_QUERY,
     by_column,
     channels_k16,
 )
@@ -56,11 +58,9 @@ def zero_columns(q, zero, W: gl.constexpr):
 
 @gluon.jit
 def outlier_columns(picked, outliers, base, W: gl.constexpr, N: gl.constexpr):
-    """Scores besides the codes' part, a [32, W] for every 32 tokens: `base` [32, W] and the outliers' share. `outliers`: N vectors
-    over 128 or 64 tokens; `picked`: N of [W]."""
-    parts = ()
-    for i in gl.static_range(outliers[0].shape[0] // CHUNK):
-        parts = parts + (base,)
+    """Scores besides the codes' part, a [32, W] for every 32 tokens: `base` [32, W] and the outliers' share. `outliers`: N
+    vectors over 128 or 64 tokens; `picked`: N of [W]."""
+    parts = (base, base, base, base)
     for n in gl.static_range(N):
         vectors, added = column_chunks(token_vector(outliers[n]), W), ()
         for i in gl.static_range(outliers[0].shape[0] // CHUNK):
@@ -73,7 +73,7 @@ def outlier_columns(picked, outliers, base, W: gl.constexpr, N: gl.constexpr):
 def scores(query, buffers, picked, third, table, one, scale, N: gl.constexpr, NAME: gl.constexpr):
     """Scores (base 2) of a page as four [32, 4]. As `page.scores`; rows 2 h and 2 h + 1 of Q and `third` are head h."""
     codes, rest, outliers, thirds = buffers
-    q = query.load(QUERY)
+    q = each_twice(query, TWICE_QUERY, QUERY)
     base = zero_columns(q, rest.slice(128, 128).load(CHANNELS), 4) * scale[None, :]
     scaled = q * rest.slice(0, 128).load(gl.SliceLayout(0, QUERY))[None, :]
     factor = power_of_two(row_max(gl.abs(scaled)).to(gl.float32))
@@ -112,8 +112,8 @@ def _lowered(extra):
 
 @gluon.jit
 def soft(parts, top, rest):
-    """Scores and their maximum [4], V's scale and zero in shared memory -> (int8 operand B of exp2(score - top) times V's scale times
-    LIMIT; sums of the weights, and of them times V's zero, over the 8 rows of [8, 4])."""
+    """Scores and their maximum [4], V's scale and zero in shared memory -> (int8 operand B of exp2(score - top) times V's scale
+    times LIMIT; sums of the weights, and of them times V's zero, over the 8 rows of [8, 4])."""
     scales = column_chunks(token_vector(rest.slice(0, 128)), 4)
     zeros = column_chunks(token_vector(rest.slice(128, 128)), 4)
     total, weighted = gl.zeros([8, 4], gl.float32, by_column(8, 4)), gl.zeros([8, 4], gl.float32, by_column(8, 4))

@@ -1,5 +1,5 @@
-"""`page_columns.py` for `fp4`: scales change every 32 tokens of a channel and every 32 channels of a token, so Q and P meet them
-four times a page, and as float16, which costs one product each where pairs of int8 would cost six. Levels are float16 as well.
+"""`page_columns.py` for `fp4`: scales change every 32 tokens of a channel and every 32 channels of a token, so Q and P meet
+them four times a page, and as float16, which costs one product each where pairs of int8 would cost six. So are levels.
 """
 
 from __future__ import annotations
@@ -48,12 +48,10 @@ def half_scores(q, codes, scales, half, base, picked, outliers, unit, N: gl.cons
 
 @gluon.jit
 def soft_half(parts, top, zero):
-    """Scores and their maximum [8], V's zero in shared memory -> (exp2(score - top) as float16 [8, 128] by token; their sum, and the
-    sum of them times V's zero, both [8, 8] with equal rows)."""
-    weights = ()
-    for i in gl.static_range(4):
-        weights = weights + (gl.exp2(parts[i] - top[None, :]).to(gl.float16),)
-    both = gl.join(gl.join(weights[0], weights[2]), gl.join(weights[1], weights[3]))  # [32, 8, bit 6, bit 5]
+    """Scores and their maximum [8], V's zero in shared memory -> (exp2(score - top) as float16 [8, 128] by token; their sum and
+    the sum of them times V's zero, both [8, 8] with equal rows)."""
+    even, odd = gl.join(_weight(parts[0], top), _weight(parts[2], top)), gl.join(_weight(parts[1], top), _weight(parts[3], top))
+    both = gl.join(even, odd)  # [32, 8, bit 6, bit 5]
     both = gl.convert_layout(gl.reshape(gl.permute(both, (2, 3, 0, 1)), (128, 8)), by_column(128, 8), assert_trivial=True)
     rows = gl.convert_layout(turned(both), rows_by(128), assert_trivial=True)
     zero = gl.convert_layout(stored_to_tokens(zero.load(TOKENS)), gl.SliceLayout(0, rows_by(128)), assert_trivial=True)
@@ -64,12 +62,19 @@ def soft_half(parts, top, zero):
 
 
 @gluon.jit
+def _weight(score, top):
+    return gl.exp2(score - top[None, :]).to(gl.float16)
+
+
+@gluon.jit
 def add_half_values(sums, weights, codes, scales, half, unit):
     """Adds `unit` [8] times the page's weighted values of channels 64 half to 64 half + 63 to the first two of `sums`, [32, 8]
     each; `weights` [8, 128] float16 by token, `codes`: these channels', in shared memory, `scales` [4, 128] the page's."""
     added = ()
     for j in gl.static_range(2):
-        operand = gl.convert_layout(gl.permute(_scaled_weights(weights, scales, half * 2 + j), (1, 0)), B16, assert_trivial=True)
+        operand = gl.convert_layout(
+            gl.permute(_scaled_weights(weights, scales, half * 2 + j), (1, 0)), B16, assert_trivial=True
+        )
         acc = columns(mma_v2(as_rows(decode_half(codes, j)), operand, gl.zeros([CHUNK, 8], gl.float32, MMA)), 8)
         added = added + (sums[j] + acc * unit[None, :],)
     return added
