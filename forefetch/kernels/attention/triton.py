@@ -80,15 +80,16 @@ def decode_paged(
     return out
 
 
-def merge(scratch: Scratch, out: Tensor) -> None:
-    """Joins the splits of `scratch` into out [B, Hq, D], which may have fewer rows than it."""
+def merge(scratch: Scratch, out: Tensor, soon: bool = False) -> None:
+    """Joins the splits of `scratch` into out [B, Hq, D], which may have fewer rows than it. `soon`: launched while the splits
+    still run (`kernels/pdl.py`)."""
     rows, heads, dim = out.shape
     padded, tile = triton.next_power_of_2(dim), triton.next_power_of_2(scratch.splits)
     channels = padded if tile <= 16 else max(16, min(padded, 2048 // tile))  # all splits of these are one program's tile
     _merge[(rows, heads, triton.cdiv(dim, channels))](
         *(scratch.partial, scratch.stats, out, out.stride(0), out.stride(1), scratch.splits, dim, tile, channels),
         num_warps=1 if tile <= 8 else 4,
-        **early(out),
+        **(early(out) if soon else {"PDL": False}),
     )
 
 
