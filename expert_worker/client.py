@@ -65,7 +65,7 @@ def connect(
 ) -> Link:
     """A link to the worker at host:port. link: "auto", "shm" or "grpc"; auto takes shm where both see the same memory.
 
-    experts: the worker's --experts, which says how weights may have been rounded.
+    experts: how weights may have been rounded, see `ExpertConfig.rounding`.
     Raises Mismatch when the worker serves another model, format, type or width, takes fewer than `max_rows` rows in a frame,
     or shm is forced and cannot be; Unavailable when it cannot be reached in time or is still loading.
     """
@@ -76,7 +76,9 @@ def connect(
         info = _describe(channel, timeout_s)
         _check(info, digest, hidden, dtype, max_rows)
         if info.expert_format != experts:
-            raise Mismatch(f"the worker's experts are {info.expert_format}, the router expects {experts} (its --experts)")
+            raise Mismatch(
+                f"the worker's experts are {info.expert_format}, the router expects {experts} (its --experts and --miss)"
+            )
         if link == "shm" or (link == "auto" and info.shm_domain and info.shm_domain == shm.domain()):
             try:
                 return ShmLink(address, info, channel, max_rows, timeout_s, spin_ns(spin_us, info.shards))

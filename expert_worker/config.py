@@ -9,6 +9,7 @@ from typing import ClassVar, cast
 
 from forefetch.errors import ConfigError
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat, Kind
+from forefetch.rounding import check, rounding
 from forefetch.settings import ServiceConfig, setting
 
 
@@ -69,8 +70,10 @@ class ExpertConfig(ServiceConfig):
         instead); a CPU makes no slots for experts as stored, since they would be copies in the same memory (of no effect there
         with --experts int8 and int4, which slots hold unpacked). GPUs only: cpu: on the CPU, from host memory; sooner: wait or
         cpu, whichever ends sooner by measured times. Answers of wait and in-place repeat bit for bit; cpu forms sums in another
-        order, so near-ties may fall either way.""",
-        choices=("auto", "in-place", "wait", "cpu", "sooner"),
+        order, so near-ties may fall either way. shadow: from a copy in 4 bits, which stays in fast memory, while the expert
+        comes in behind if it is used often enough; an approximation, counted and named in every answer (not with --placed or
+        --experts int4). Routers must be told, with their --miss.""",
+        choices=("auto", "in-place", "wait", "cpu", "sooner", "shadow"),
     )
     cache_dir: str = setting(
         "~/.cache/forefetch",
@@ -104,7 +107,15 @@ class ExpertConfig(ServiceConfig):
                 raise ConfigError(f"--{name.replace('_', '-')}: must be at least {least}")
         if self.placed and self.placement:
             raise ConfigError("--placed and --placement: a worker is told by the routers' planner or by a file")
+        check(self.experts, self.miss)
+        if self.miss == "shadow" and self.placed:
+            raise ConfigError("--miss shadow and --placed: experts that come and go have no shadows")
         self.slot_count(100)
+
+    @property
+    def rounding(self) -> str:
+        """How weights may have been rounded, for routers."""
+        return rounding(self.experts, self.miss)
 
     @property
     def expert_format(self) -> ExpertFormat | None:

@@ -91,7 +91,7 @@ class InPlaceExperts(PackedExperts):
         place, out = self.layers[layer], self._out[: len(x)]
         residency.enter(self.state, place, ids)
         self._move(place, None)
-        moe(x, ids, weights, self.state.base, self.state.rows, out, self._scratch)
+        self._products(place, x, ids, weights, out)
         chosen = ids.flatten().long() % self._load.shape[1]
         self._load[place].scatter_add_(0, chosen, torch.ones_like(chosen))
         return out
@@ -103,8 +103,12 @@ class InPlaceExperts(PackedExperts):
         rule = self.spec.gate_rule, self.spec.renormalise
         residency.choose_and_enter(self.state, place, logits, ids, weights, *rule, self._idle)
         self._move(place, (ids, weights))
-        moe(x, ids, weights, self.state.base, self.state.rows, out, self._scratch)
+        self._products(place, x, ids, weights, out)
         return out
+
+    def _products(self, place: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
+        """The layer that `enter` has found, into out [T, H]."""
+        moe(x, ids, weights, self.state.base, self.state.rows, out, self._scratch)
 
     def begin(self, idle: Tensor) -> None:
         """A step of whole layers begins; idle [T, 1]: rows that are padding, which need no experts."""
@@ -191,7 +195,8 @@ class InPlaceExperts(PackedExperts):
         new = dict(zip(COUNTERS, (now - self._told).tolist(), strict=True))
         self._told = now
         moved = {f"{to}_bytes": new[name] * self.expert_bytes for name, to in (("wasted", "wasted"), ("brought", "copied"))}
-        return Verified(**{name: new[name] for name in ("hits", "late", "misses", "resident")}, **moved)
+        shadowed = new["absent"] if self.shadows else 0
+        return Verified(**{name: new[name] for name in ("hits", "late", "misses", "resident")}, **moved, shadowed=shadowed)
 
     @torch.inference_mode()
     def hint(self, hint: ExpertHint, source: str = "") -> bool:

@@ -13,6 +13,7 @@ from expert_worker.config import ExpertConfig
 from expert_worker.core import Core, WorkerInfo
 from expert_worker.evaluator import Evaluator
 from expert_worker.experts import Experts, Storage
+from expert_worker.shadowed import ShadowedExperts
 from forefetch import placement, shm
 from forefetch.device import place
 from forefetch.errors import ConfigError
@@ -49,7 +50,7 @@ class Loader:
             device=str(self._device),
             instance_id=secrets.token_hex(8),
             max_rows=config.max_rows,
-            expert_format=config.experts,
+            expert_format=config.rounding,
             shm_domain=shm.domain(),
         )
 
@@ -89,7 +90,8 @@ class Loader:
         how = {"device": self._device, "dtype": self._dtype, "on_progress": on_progress}
         if self._device.type == "cuda" and _has_kernels(self._spec):
             return self._on_gpu(held, Storage(slots, *kept), how)
-        return Experts(self._spec, self._checkpoint, held, Storage(slots, *kept), **how)  # type: ignore[arg-type]
+        kind = ShadowedExperts if config.miss == "shadow" and slots < total else Experts
+        return kind(self._spec, self._checkpoint, held, Storage(slots, *kept), **how)  # type: ignore[arg-type]
 
     def _on_gpu(self, held: Shard, storage: Storage, how: dict[str, Any]) -> Evaluator:
         """Experts packed in the GPU's memory: all of them, or in slots."""
@@ -97,6 +99,7 @@ class Loader:
         from expert_worker.packed import PackedExperts, packed_format
         from expert_worker.packed_placed import PlacedPackedExperts
         from expert_worker.packed_slots import SlottedExperts
+        from expert_worker.shadowed_in_place import ShadowedInPlace
 
         config, spec, checkpoint = self._config, self._spec, self._checkpoint
         kind = cast(Kind, str(self._dtype).removeprefix("torch.") if config.experts == "stored" else config.experts)
@@ -109,8 +112,11 @@ class Loader:
             packed = (spec, checkpoint, held[spec.moe_layers[0]], format)
             if storage.slots == sum(map(len, held.values())):
                 return PackedExperts(*packed, max_rows=config.max_rows, **how)
-            if config.miss in ("auto", "in-place"):
-                return InPlaceExperts(*packed, slots=storage.slots, cache=storage.cache, max_rows=config.max_rows, **how)
+            if config.miss in ("auto", "in-place", "shadow"):
+                moving = ShadowedInPlace if config.miss == "shadow" else InPlaceExperts
+                return moving(*packed, slots=storage.slots, cache=storage.cache, max_rows=config.max_rows, **how)
+        if config.miss == "shadow" and storage.slots < sum(map(len, held.values())):
+            raise ConfigError("--miss shadow: on a GPU not with a --placement that differs between layers")
         if not storage.places and storage.slots == sum(map(len, held.values())):
             return Experts(spec, checkpoint, held, storage, **how)
         return SlottedExperts(spec, checkpoint, held, replace(storage, format=format), **how)

@@ -48,6 +48,7 @@ class PackedExperts:
     """
 
     moves = False  # whether experts come and go
+    shadows = False  # whether absent ones are evaluated from copies in fewer bits
     ahead: Ahead | None = None  # heads, run beside `route` where experts move
 
     def __init__(

@@ -162,7 +162,8 @@ class Cluster:
             flags.append(f"--kv={self.processes['kv'].address}")
         if config.metrics_port:
             flags.append(f"--metrics-listen=127.0.0.1:{config.metrics_port}")
-        flags += [f"--slots={config.slots}", f"--miss={config.miss}"] if config.link == "local" else [f"--link={config.link}"]
+        flags += [f"--slots={config.slots}"] if config.link == "local" else [f"--link={config.link}"]
+        flags += [f"--miss={config.miss}"] if config.link == "local" or config.miss == "shadow" else []
         return [*self._model_flags(0), *flags, *self._extra.router]
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:

@@ -56,8 +56,9 @@ class ClusterConfig(Config):
     miss: str = setting(
         "auto",
         """How a worker evaluates an expert that is in no slot: once it was copied (wait; auto on a CPU), where it is (in-place;
-        auto on a GPU), or on a GPU's host (cpu, sooner); `python -m expert_worker --help` says more.""",
-        choices=("auto", "in-place", "wait", "cpu", "sooner"),
+        auto on a GPU), on a GPU's host (cpu, sooner), or from a copy in 4 bits (shadow: an approximation, which answers name);
+        `python -m expert_worker --help` says more.""",
+        choices=("auto", "in-place", "wait", "cpu", "sooner", "shadow"),
     )
     placement: str = setting(
         "", "Placement file that `forefetch place` made: which worker holds which experts. Unset: equal parts."

@@ -55,6 +55,7 @@ class Verified(NamedTuple):
     wasted_bytes: int = 0  # copied for a hint and gone again unused
     copied_bytes: int = 0
     copy_ns: int = 0  # what those copies took; what of it is not copy_wait_ns passed while something else went on
+    shadowed: int = 0  # of those late and missed, evaluated from copies in fewer bits (--miss shadow)
 
 
 _UNVERIFIED = Verified()
@@ -76,6 +77,7 @@ class LayerReply:
     wasted_bytes: int = 0
     copied_bytes: int = 0
     copy_ns: int = 0
+    shadowed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +149,9 @@ def encode_reply(
     """Writes the header over rows that were computed into `reply_rows`, and returns the frame's bytes."""
     rows, hidden = call.x.shape
     body = rows * hidden * call.x.dtype.itemsize
-    sizes = rows, hidden, 0, queue_ns, copy_wait_ns, compute_ns, 0, body
+    sizes = rows, hidden, 0, queue_ns, copy_wait_ns, compute_ns, verified.shadowed, body
     HEADER.pack_into(
-        frame.memory, 0, MAGIC, REPLY, DTYPES[call.x.dtype], call.step, call.layer, *sizes, VERIFIED.pack(*verified)
+        frame.memory, 0, MAGIC, REPLY, DTYPES[call.x.dtype], call.step, call.layer, *sizes, VERIFIED.pack(*verified[:-1])
     )
     return HEADER_BYTES + body
 
@@ -177,8 +179,8 @@ def decode_reply(frame: FrameBuffer, size: int, call: LayerCall) -> LayerReply:
     if (step, layer, rows, hidden, dtype) != expected:
         raise Mismatch(f"the worker answered step {step}, layer {layer}, {rows} rows x {hidden} {dtype}; asked was {expected}")
     _check_body(size, body, HEADER_BYTES + rows * hidden * dtype.itemsize)
-    times = queue_ns, copy_wait_ns, compute_ns, 0
-    return LayerReply(frame.sections(rows, hidden, 0, dtype).x, *times, *VERIFIED.unpack(last))
+    times, found = (queue_ns, copy_wait_ns, compute_ns, 0), (*VERIFIED.unpack(last), status)
+    return LayerReply(frame.sections(rows, hidden, 0, dtype).x, *times, *found)
 
 
 def peek(frame: FrameBuffer, size: int) -> tuple[int, int]:

@@ -220,7 +220,7 @@ def kv(
     """The way to the KV services: hand-over of sealed blocks, loading of prefixes, logs of sessions."""
     cache, sealed = trunk.cache, placement.sealed
     params = f"{placement.kv_parameters} computed in {trunk.dtype}".lstrip()
-    params += "" if config.experts == "stored" else f" with {config.experts} experts"
+    params += "" if config.rounding == "stored" else f" with {config.rounding} experts"
     naming = Naming.of(spec, digest, placement.kv_name, params, config.page_size)
     tls, token = rpc.tls_of(config), bearer(config.kv_token_file, "--kv-token-file")
     replicas = Replicas(config.kv_addresses(), lambda address: KvClient(address, tls, token, naming.origin))
@@ -303,5 +303,5 @@ def _connector(
         max_rows=config.max_step_tokens + (max(config.buckets("cuda"), default=0) if config.link == "p2p" else 0),
         tls=tls,
         timeout_s=5.0,
-        experts=config.experts,
+        experts=config.rounding,
     )

@@ -103,13 +103,17 @@ class CapturedTrunk:
         marked = bool(batch.trace) or batch.step % MARK_EVERY == 0
         found = self._steps.get((*batch.layout, marked)) if self.fits(batch, observer) else None
         self._ran[batch.step % 2] = ran = Ran(found is not None)
+        shadows = self._decoder.experts.shadows
         if found is None:
-            return self.trunk.forward(batch, self._experts, stamps, observer)
+            eager = self.trunk.forward(batch, self._experts, stamps, observer)
+            ran.found = self._decoder.experts.counters.cpu() if shadows else None
+            return eager
         replay, logits = found
         replay()
         if marked:
             ran.times = to_host(self._clock.times)
             ran.fault = to_host(self._decoder.experts.fault)
+        if marked or shadows:
             ran.found = to_host(self._decoder.experts.counters)
         return logits[0][: batch.tokens] if batch.picks is None else logits[0][batch.picks]
 
@@ -124,12 +128,12 @@ class CapturedTrunk:
     def timed(self, step: int, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
         """See Model."""
         ran = self._ran[step % 2]
+        if ran.found is not None:
+            stamps.verified(self.trunk.spec.moe_layers[0], 0, *self._decoder.experts.verified(ran.found))
         if not ran.replayed:
             return self.trunk.timed(step, stamps, began_ns, forwarded_ns, ended_ns)
         if ran.fault is not None and ran.fault.any():
             self._decoder.experts.check()
-        if ran.found is not None:
-            stamps.verified(self.trunk.spec.moe_layers[0], 0, *self._decoder.experts.verified(ran.found))
         return self._clock.tell(stamps, began_ns, ended_ns, ran.times)
 
 

@@ -127,7 +127,7 @@ class CompiledTrunk:
             stamps.layer(number, start, seen - start, chosen - seen, back - chosen, end - back)
             if found:
                 stamps.call(number, index, rows, back - chosen, 0, 0, back - chosen)
-                stamps.verified(number, index, 0, 0, 0, found, 0, 0, 0)
+                stamps.verified(number, index, 0, 0, 0, found, 0, 0, 0, 0)
                 spent, distinct = spent + back - chosen, distinct + found
         local.worker.calls += len(moe)
         local.worker.pairs += pairs * len(moe)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from forefetch.errors import ConfigError
+from forefetch.rounding import check, rounding
 from forefetch.rpc.auth import AuthConfig
 from forefetch.settings import setting
 from router_service.discovery_config import DiscoveryConfig, service_of
@@ -68,8 +69,9 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
     miss: str = setting(
         "auto",
         """How the local worker evaluates an expert that is in no slot, see the worker's --miss. With in-place on a GPU, which
-        auto is there, steps with fewer slots than experts are recorded as those with all are, and heads with them.""",
-        choices=("auto", "in-place", "wait", "cpu", "sooner"),
+        auto is there, steps with fewer slots than experts are recorded as those with all are, and heads with them. shadow, an
+        approximation that every answer names, must be set here for workers elsewhere, too.""",
+        choices=("auto", "in-place", "wait", "cpu", "sooner", "shadow"),
     )
     experts: str = setting(
         "stored",
@@ -243,12 +245,9 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: must not be negative")
-        if self.p2p_halves_from < 0 or self.p2p_halves_from == 1:
-            raise ConfigError("--p2p-halves-from: must be 0 or at least 2")
+        self._check_p2p()
         if self.plan and self.workers == "local":
             raise ConfigError("--plan: name the --workers; the local one holds every expert")
-        if self.link == "p2p" and self.workers == "local":
-            raise ConfigError("--link p2p: name the --workers; the local one needs no link")
         for name in ("step_timeout_s", "session_lag_s", "p2p_patience_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be positive")
@@ -259,10 +258,24 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
             )
         if self.kv_recent < -1:
             raise ConfigError("--kv-recent: must be -1 or more")
+        check(self.experts, self.miss)
         self.exempt_layers()
         self.buckets("cpu")
         self.addresses()
         self.kv_addresses()
+
+    def _check_p2p(self) -> None:
+        if self.p2p_halves_from < 0 or self.p2p_halves_from == 1:
+            raise ConfigError("--p2p-halves-from: must be 0 or at least 2")
+        if self.link == "p2p" and self.workers == "local":
+            raise ConfigError("--link p2p: name the --workers; the local one needs no link")
+        if self.link == "p2p" and self.miss == "shadow":
+            raise ConfigError("--miss shadow and --link p2p: lanes do not tell what was shadowed")
+
+    @property
+    def rounding(self) -> str:
+        """What workers' weights must have been rounded to."""
+        return rounding(self.experts, self.miss)
 
     def exempt_layers(self) -> frozenset[int]:
         """Layers that are not sealed."""

@@ -26,6 +26,9 @@ from router_service.trunk import Trunk, project
 class Resident(Protocol):
     """Experts that are all on the trunk's device and evaluated without the host."""
 
+    shadows: bool
+    """Whether some may be evaluated from copies in fewer bits: what `counters` say of every step is reported then."""
+
     def run(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], ids, weights [T, K] -> [T, H]; pairs with id -1 count nothing. Valid until the next call."""
 

@@ -111,7 +111,8 @@ class Dispatch:
             parts = (reply.queue_ns, reply.copy_wait_ns, reply.compute_ns)
             stamps.call(layer, sent.worker.index, sent.count, reply.round_trip_ns, *parts)
             found = (reply.hits, reply.late, reply.misses, reply.resident)
-            stamps.verified(layer, sent.worker.index, *found, reply.wasted_bytes, reply.copied_bytes, reply.copy_ns)
+            moved = (reply.wasted_bytes, reply.copied_bytes, reply.copy_ns)
+            stamps.verified(layer, sent.worker.index, *found, *moved, reply.shadowed)
             sent.worker.copies |= bool(reply.hits or reply.late or reply.misses)
             slowest = max(slowest, sum(parts))
         return slowest

@@ -88,6 +88,8 @@ class LaneExperts:
         """The step's end; workers count its pairs themselves."""
         self._lanes.mirror()
 
+    shadows = False
+
     @property
     def fault(self) -> Tensor:
         """The verdict; `LaneTrunk` asks for every step's."""

@@ -98,6 +98,7 @@ class Recorder:
             prompt_tokens += prefill
             index = chunk.request.generated if chunk.samples else None
             self.book.worked(chunk.request.request_id, step, index, prefill)
+            chunk.request.shadow_experts += timings.shadow_experts
         completion = sum(chunk.samples for chunk in plan.chunks)
         self.metrics.step_finished(timings, prompt_tokens=prompt_tokens, completion_tokens=completion)
 

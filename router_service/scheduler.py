@@ -47,6 +47,7 @@ class Request:
     cancelled: bool = False
     error: ForefetchError | None = None
     replayed_steps: int = 0
+    shadow_experts: int = 0  # evaluated from copies in fewer bits, in steps that it took part in
     tenant: str = ""
     known: tuple[int, ...] = ()
     tail: Tail | None = None

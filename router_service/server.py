@@ -157,7 +157,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             duration_ns=duration,
             request_id=request.request_id,
             seed=request.admitted.sampling.seed,
-            approximations=self._status.approximations(),
+            approximations=self._status.approximations(request.shadow_experts),
         )
 
     @aio_handler

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from time import monotonic
 
+from forefetch.rounding import SHADOW
 from forefetch.spec import ModelSpec
 from forefetch.telemetry.hints import layer_hints
 from forefetch.telemetry.metrics import RouterMetrics
@@ -37,10 +38,14 @@ class Status:
     ring: StepRing
     started: float = field(default_factory=monotonic)
 
-    def approximations(self) -> router_pb2.Approximations:
-        """Everything that this router does not compute exactly as the checkpoint says."""
-        experts = "" if self.config.experts == "stored" else self.config.experts
-        return router_pb2.Approximations(kv_format=self.placement.approximate_kv, expert_format=experts)
+    def approximations(self, shadow_experts: int) -> router_pb2.Approximations:
+        """Everything that this router does not compute exactly as the checkpoint says; shadow_experts: of this answer."""
+        return router_pb2.Approximations(
+            kv_format=self.placement.approximate_kv,
+            expert_format="" if self.config.experts == "stored" else self.config.experts,
+            shadow_experts=shadow_experts,
+            shadow_format=SHADOW if self.config.miss == "shadow" else "",
+        )
 
     def describe(self) -> router_pb2.DescribeResponse:
         """Model, limits, workers."""

@@ -51,7 +51,7 @@ def _step(ring: StepRing, draw: random.Random, step: int, start: int, rows: int,
                 trip = queue + copy_wait + compute + about(48)
                 stamps.call(layer, worker, rows, trip, queue, copy_wait, compute)
                 if layer > 1:
-                    stamps.verified(layer, worker, 3, 0, int(copy_wait > 0), 1, 0, 4096, copy_wait + 40_000)
+                    stamps.verified(layer, worker, 3, 0, int(copy_wait > 0), 1, 0, 4096, copy_wait + 40_000, 0)
                 experts = max(experts, trip + about(6))
         else:
             gate, combine = 0, about(70)

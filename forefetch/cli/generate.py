@@ -150,6 +150,8 @@ def summary(completion: Completion) -> str:
         parts.append(f"approximate: KV in {finish.kv_format}")
     if finish.expert_format:
         parts.append(f"approximate: experts in {finish.expert_format}")
+    if finish.shadow_format:
+        parts.append(f"approximate: {finish.shadow_experts} experts shadowed in {finish.shadow_format}")
     if usage.cached_tokens:
         parts.append(f"{usage.cached_tokens} cached")
     if finish.session:
@@ -175,6 +177,7 @@ def as_json(completion: Completion) -> dict[str, Any]:
         "approximations": {
             "kv_format": finish.kv_format or None,
             "expert_format": finish.expert_format or None,
+            "shadow_format": finish.shadow_format or None,
             "shadow_experts": finish.shadow_experts,
         },
     }

@@ -245,7 +245,7 @@ def _layers(step: StepRecord) -> Iterator[router_pb2.LayerTrace]:
 
 def _call(worker: int, call: list[int], verified: list[int]) -> router_pb2.WorkerCall:
     rows, round_trip, queue, copy_wait, compute = call
-    hits, late, misses, _, _, copied_bytes, copy_ns = verified
+    hits, late, misses, _, _, copied_bytes, copy_ns, shadowed = verified
     return router_pb2.WorkerCall(
         worker=worker,
         rows=rows,
@@ -258,4 +258,5 @@ def _call(worker: int, call: list[int], verified: list[int]) -> router_pb2.Worke
         misses=misses,
         copied_bytes=copied_bytes,
         copy_ns=copy_ns,
+        shadowed=shadowed,
     )

@@ -273,6 +273,7 @@ _EXPERT: tuple[Row[Any], ...] = (
     (names.EXPERT_BYTES, lambda stats: stats.weight_bytes),
     (names.EXPERT_COMPUTE, lambda stats: stats.compute_ns * 1e-9),
     (names.EXPERT_FOUND, _found),
+    (names.EXPERT_SHADOWED, lambda stats: stats.shadowed),
     (names.EXPERT_COPIED, lambda stats: stats.copied_bytes),
     (names.EXPERT_WASTED, lambda stats: stats.wasted_bytes),
     (names.EXPERT_COPY, lambda stats: stats.copy_ns * 1e-9),

@@ -59,7 +59,9 @@ LAYER_COUNT = "forefetch.layer.{}"  # experts chosen, named by hints, found: bot
 WORKER_ADDRESS = "forefetch.worker"
 WORKER_ROWS = "forefetch.worker.rows"
 WORKER_PART = "forefetch.worker.{}_ns"  # queue, copy_wait, compute
-WORKER_COUNT = "forefetch.worker.{}"  # experts needed: hits, late, misses, resident; wasted_bytes, copied_bytes, copy_ns
+WORKER_COUNT = (
+    "forefetch.worker.{}"  # experts needed: hits, late, misses, resident, shadowed; wasted_bytes, copied_bytes, copy_ns
+)
 
 # The disjoint parts of a step (StepTimings.<part>_ns), in the order in which they happen.
 PARTS = ("attention", "gate", "lookahead", "link", "queue", "copy_wait", "expert", "combine", "sampling")
@@ -143,6 +145,9 @@ EXPERT_FOUND = Metric(
     "forefetch_expert_found_total",
     "Distinct experts that calls needed, by where they were: hit (hinted, in fast memory), late, miss, resident.",
     ("found",),
+)
+EXPERT_SHADOWED = Metric(
+    "forefetch_expert_shadowed_total", "Of those late and missed: evaluated from copies in fewer bits, an approximation."
 )
 EXPERT_COPIED = Metric("forefetch_expert_copied_bytes_total", "Bytes copied into fast memory.")
 EXPERT_WASTED = Metric("forefetch_expert_wasted_bytes_total", "Bytes copied for hints that left fast memory unused.")

@@ -1,6 +1,6 @@
 """Where the time of each step went, written by the engine thread at the cost of a few bytes each, read by anybody.
 
-A ring of `capacity` steps, allocated once: 8 * (8 + 16 layers + 12 layers workers) bytes a step, so 48 layers with 2 workers
+A ring of `capacity` steps, allocated once: 8 * (8 + 16 layers + 13 layers workers) bytes a step, so 48 layers with 2 workers
 and 1024 steps take 15 MB. A stamp (`layer`, `call`) is one `struct.pack_into`: 0.20 us on the 2-core test machine; `begin`
 takes 1.4 us and `finish`, which adds the parts up with numpy, 26 us a step.
 
@@ -23,7 +23,7 @@ Words = npt.NDArray[np.int64]
 _HEADER = 8  # version, step, start, end, head, sampling, batch, tokens
 _RECORD = 5  # layer: start, attention, gate, experts, combine; call: rows, round trip, queue, copy wait, compute
 _HINTS = 2 + 9  # layer: lookahead, hidden; then HINT_COUNTS
-_VERIFIED = 7  # call: hits, late, misses, resident, wasted bytes, copied bytes, time of copies
+_VERIFIED = 8  # call: hits, late, misses, resident, wasted bytes, copied bytes, time of copies, shadowed
 _WORD = 8
 HINT_COUNTS = (
     *("chosen", "named", "found"),
@@ -32,7 +32,7 @@ HINT_COUNTS = (
 """What a layer's hints are counted by: distinct experts that the step's rows chose (where anything had been named), that were
 named for it in time, and both; then named and found by hints from the layer before, from two before, and refined ones."""
 
-VERIFIED = ("hits", "late", "misses", "resident", "wasted_bytes", "copied_bytes", "copy_ns")
+VERIFIED = ("hits", "late", "misses", "resident", "wasted_bytes", "copied_bytes", "copy_ns", "shadowed")
 """What workers say became of hints, as in forefetch.wire."""
 
 LAYER_TOTALS = (*HINT_COUNTS, *VERIFIED, "stall_ns")
@@ -48,7 +48,7 @@ _pack_word = struct.Struct("=q").pack_into
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """The parts of one step; field by field proto StepTimings. All but `batch` and `tokens` in nanoseconds."""
+    """The parts of one step; field by field proto StepTimings. All but the last and `batch` and `tokens` in nanoseconds."""
 
     total_ns: int = 0
     attention_ns: int = 0
@@ -63,6 +63,7 @@ class Timings:
     tokens: int = 0
     lookahead_ns: int = 0
     lookahead_hidden_ns: int = 0  # beside the parts: it passed while workers computed
+    shadow_experts: int = 0  # evaluated from copies in fewer bits, all layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class StepRecord:
 
     `layers` [L, 5]: start (after the step's), attention, gate, experts, combine. `calls` [L, W, 5]: rows, round trip, queue,
     copy wait, compute; all zero where a worker had no rows. A layer that was never stamped is all zero. `hints` [L, 11]:
-    time of the heads, part of it that was hidden behind workers, HINT_COUNTS. `verified` [L, W, 7]: VERIFIED.
+    time of the heads, part of it that was hidden behind workers, HINT_COUNTS. `verified` [L, W, 8]: VERIFIED.
     """
 
     step: int
@@ -129,7 +130,7 @@ class StepRing:
         return self._totals.copy()
 
     def layer_totals(self) -> Words:
-        """[L, 16] over all finished steps: LAYER_TOTALS."""
+        """[L, 19] over all finished steps: LAYER_TOTALS."""
         return self._layer_totals.copy()
 
     def _record(self, slot: Words) -> StepRecord:
@@ -137,7 +138,7 @@ class StepRing:
         calls = slot[self._calls_at : self._hints_at].reshape(self.layers, self.workers, _RECORD)
         hints = slot[self._hints_at : self._verified_at].reshape(self.layers, _HINTS)
         verified = slot[self._verified_at :].reshape(self.layers, self.workers, _VERIFIED)
-        timings = _timings(slot[:_HEADER], layers, calls, hints)
+        timings = _timings(slot[:_HEADER], layers, calls, hints, int(verified[:, :, -1].sum()))
         return StepRecord(int(slot[1]), int(slot[2]), timings, layers, calls, hints, verified)
 
     def _count(self, record: StepRecord) -> None:
@@ -212,7 +213,7 @@ class StepStamps:
         return record.timings
 
 
-def _timings(header: Words, layers: Words, calls: Words, hints: Words) -> Timings:
+def _timings(header: Words, layers: Words, calls: Words, hints: Words, shadowed: int) -> Timings:
     """Disjoint parts, but for `lookahead_hidden_ns`: of each layer's experts time, what the slowest worker reports is the
     worker's, the rest is the link's."""
     _, _, start, end, head, sampling, batch, tokens = header.tolist()
@@ -240,4 +241,5 @@ def _timings(header: Words, layers: Words, calls: Words, hints: Words) -> Timing
         tokens=tokens,
         lookahead_ns=lookahead,
         lookahead_hidden_ns=hidden,
+        shadow_experts=shadowed,
     )

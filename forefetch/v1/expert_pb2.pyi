@@ -176,7 +176,7 @@ class ExpertServiceGetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ExpertServiceGetStatsResponse(_message.Message):
-    __slots__ = ("uptime_s", "calls", "rows", "pairs", "errors", "weight_bytes", "compute_ns", "load", "routers", "hits", "late", "misses", "resident", "wasted_bytes", "copied_bytes", "copy_wait_ns", "hints", "hints_dropped", "copy_ns", "copies_failed", "experts_loaded", "experts_unloaded")
+    __slots__ = ("uptime_s", "calls", "rows", "pairs", "errors", "weight_bytes", "compute_ns", "load", "routers", "hits", "late", "misses", "resident", "wasted_bytes", "copied_bytes", "copy_wait_ns", "hints", "hints_dropped", "copy_ns", "copies_failed", "experts_loaded", "experts_unloaded", "shadowed")
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +199,7 @@ class ExpertServiceGetStatsResponse(_message.Message):
     COPIES_FAILED_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_LOADED_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_UNLOADED_FIELD_NUMBER: _ClassVar[int]
+    SHADOWED_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     calls: int
     rows: int
@@ -221,7 +222,8 @@ class ExpertServiceGetStatsResponse(_message.Message):
     copies_failed: int
     experts_loaded: int
     experts_unloaded: int
-    def __init__(self, uptime_s: _Optional[float] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., pairs: _Optional[int] = ..., errors: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., compute_ns: _Optional[int] = ..., load: _Optional[_Iterable[_Union[ExpertLoad, _Mapping]]] = ..., routers: _Optional[int] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ..., resident: _Optional[int] = ..., wasted_bytes: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., hints: _Optional[int] = ..., hints_dropped: _Optional[int] = ..., copy_ns: _Optional[int] = ..., copies_failed: _Optional[int] = ..., experts_loaded: _Optional[int] = ..., experts_unloaded: _Optional[int] = ...) -> None: ...
+    shadowed: int
+    def __init__(self, uptime_s: _Optional[float] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., pairs: _Optional[int] = ..., errors: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., compute_ns: _Optional[int] = ..., load: _Optional[_Iterable[_Union[ExpertLoad, _Mapping]]] = ..., routers: _Optional[int] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ..., resident: _Optional[int] = ..., wasted_bytes: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., hints: _Optional[int] = ..., hints_dropped: _Optional[int] = ..., copy_ns: _Optional[int] = ..., copies_failed: _Optional[int] = ..., experts_loaded: _Optional[int] = ..., experts_unloaded: _Optional[int] = ..., shadowed: _Optional[int] = ...) -> None: ...
 
 class ExpertLoad(_message.Message):
     __slots__ = ("layer", "experts", "pairs")

@@ -143,7 +143,7 @@ class TokenEvent(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_id: _Optional[int] = ..., text: _Optional[str] = ..., logprob: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ...) -> None: ...
 
 class StepTimings(_message.Message):
-    __slots__ = ("total_ns", "attention_ns", "gate_ns", "link_ns", "expert_ns", "copy_wait_ns", "queue_ns", "combine_ns", "sampling_ns", "batch", "tokens", "lookahead_ns", "lookahead_hidden_ns")
+    __slots__ = ("total_ns", "attention_ns", "gate_ns", "link_ns", "expert_ns", "copy_wait_ns", "queue_ns", "combine_ns", "sampling_ns", "batch", "tokens", "lookahead_ns", "lookahead_hidden_ns", "shadow_experts")
     TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_NS_FIELD_NUMBER: _ClassVar[int]
     GATE_NS_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +157,7 @@ class StepTimings(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOOKAHEAD_NS_FIELD_NUMBER: _ClassVar[int]
     LOOKAHEAD_HIDDEN_NS_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     total_ns: int
     attention_ns: int
     gate_ns: int
@@ -170,7 +171,8 @@ class StepTimings(_message.Message):
     tokens: int
     lookahead_ns: int
     lookahead_hidden_ns: int
-    def __init__(self, total_ns: _Optional[int] = ..., attention_ns: _Optional[int] = ..., gate_ns: _Optional[int] = ..., link_ns: _Optional[int] = ..., expert_ns: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., combine_ns: _Optional[int] = ..., sampling_ns: _Optional[int] = ..., batch: _Optional[int] = ..., tokens: _Optional[int] = ..., lookahead_ns: _Optional[int] = ..., lookahead_hidden_ns: _Optional[int] = ...) -> None: ...
+    shadow_experts: int
+    def __init__(self, total_ns: _Optional[int] = ..., attention_ns: _Optional[int] = ..., gate_ns: _Optional[int] = ..., link_ns: _Optional[int] = ..., expert_ns: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., combine_ns: _Optional[int] = ..., sampling_ns: _Optional[int] = ..., batch: _Optional[int] = ..., tokens: _Optional[int] = ..., lookahead_ns: _Optional[int] = ..., lookahead_hidden_ns: _Optional[int] = ..., shadow_experts: _Optional[int] = ...) -> None: ...
 
 class FinishEvent(_message.Message):
     __slots__ = ("reason", "text", "usage", "ttft_ns", "duration_ns", "request_id", "seed", "approximations", "stop_string", "session")
@@ -221,14 +223,16 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., replayed_steps: _Optional[int] = ...) -> None: ...
 
 class Approximations(_message.Message):
-    __slots__ = ("kv_format", "shadow_experts", "expert_format")
+    __slots__ = ("kv_format", "shadow_experts", "expert_format", "shadow_format")
     KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
     SHADOW_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_FORMAT_FIELD_NUMBER: _ClassVar[int]
     kv_format: str
     shadow_experts: int
     expert_format: str
-    def __init__(self, kv_format: _Optional[str] = ..., shadow_experts: _Optional[int] = ..., expert_format: _Optional[str] = ...) -> None: ...
+    shadow_format: str
+    def __init__(self, kv_format: _Optional[str] = ..., shadow_experts: _Optional[int] = ..., expert_format: _Optional[str] = ..., shadow_format: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat")
@@ -398,7 +402,7 @@ class HintCount(_message.Message):
     def __init__(self, named: _Optional[int] = ..., found: _Optional[int] = ...) -> None: ...
 
 class LayerHints(_message.Message):
-    __slots__ = ("layer", "chosen", "all", "next", "second", "refined", "hits", "late", "misses", "resident", "wasted_bytes", "copied_bytes", "stall_ns", "copy_ns")
+    __slots__ = ("layer", "chosen", "all", "next", "second", "refined", "hits", "late", "misses", "resident", "wasted_bytes", "copied_bytes", "stall_ns", "copy_ns", "shadowed")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
@@ -413,6 +417,7 @@ class LayerHints(_message.Message):
     COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     STALL_NS_FIELD_NUMBER: _ClassVar[int]
     COPY_NS_FIELD_NUMBER: _ClassVar[int]
+    SHADOWED_FIELD_NUMBER: _ClassVar[int]
     layer: int
     chosen: int
     all: HintCount
@@ -427,7 +432,8 @@ class LayerHints(_message.Message):
     copied_bytes: int
     stall_ns: int
     copy_ns: int
-    def __init__(self, layer: _Optional[int] = ..., chosen: _Optional[int] = ..., all: _Optional[_Union[HintCount, _Mapping]] = ..., next: _Optional[_Union[HintCount, _Mapping]] = ..., second: _Optional[_Union[HintCount, _Mapping]] = ..., refined: _Optional[_Union[HintCount, _Mapping]] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ..., resident: _Optional[int] = ..., wasted_bytes: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., stall_ns: _Optional[int] = ..., copy_ns: _Optional[int] = ...) -> None: ...
+    shadowed: int
+    def __init__(self, layer: _Optional[int] = ..., chosen: _Optional[int] = ..., all: _Optional[_Union[HintCount, _Mapping]] = ..., next: _Optional[_Union[HintCount, _Mapping]] = ..., second: _Optional[_Union[HintCount, _Mapping]] = ..., refined: _Optional[_Union[HintCount, _Mapping]] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ..., resident: _Optional[int] = ..., wasted_bytes: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., stall_ns: _Optional[int] = ..., copy_ns: _Optional[int] = ..., shadowed: _Optional[int] = ...) -> None: ...
 
 class LayerLoad(_message.Message):
     __slots__ = ("layer", "pairs")
@@ -580,7 +586,7 @@ class LayerTrace(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., start_ns: _Optional[int] = ..., attention_ns: _Optional[int] = ..., gate_ns: _Optional[int] = ..., experts_ns: _Optional[int] = ..., combine_ns: _Optional[int] = ..., calls: _Optional[_Iterable[_Union[WorkerCall, _Mapping]]] = ..., lookahead_ns: _Optional[int] = ..., lookahead_hidden_ns: _Optional[int] = ..., chosen: _Optional[int] = ..., named: _Optional[int] = ..., found: _Optional[int] = ...) -> None: ...
 
 class WorkerCall(_message.Message):
-    __slots__ = ("worker", "rows", "round_trip_ns", "queue_ns", "copy_wait_ns", "compute_ns", "hits", "late", "misses", "copied_bytes", "copy_ns")
+    __slots__ = ("worker", "rows", "round_trip_ns", "queue_ns", "copy_wait_ns", "compute_ns", "hits", "late", "misses", "copied_bytes", "copy_ns", "shadowed")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     ROUND_TRIP_NS_FIELD_NUMBER: _ClassVar[int]
@@ -592,6 +598,7 @@ class WorkerCall(_message.Message):
     MISSES_FIELD_NUMBER: _ClassVar[int]
     COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     COPY_NS_FIELD_NUMBER: _ClassVar[int]
+    SHADOWED_FIELD_NUMBER: _ClassVar[int]
     worker: int
     rows: int
     round_trip_ns: int
@@ -603,4 +610,5 @@ class WorkerCall(_message.Message):
     misses: int
     copied_bytes: int
     copy_ns: int
-    def __init__(self, worker: _Optional[int] = ..., rows: _Optional[int] = ..., round_trip_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., copy_ns: _Optional[int] = ...) -> None: ...
+    shadowed: int
+    def __init__(self, worker: _Optional[int] = ..., rows: _Optional[int] = ..., round_trip_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., copy_wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., hits: _Optional[int] = ..., late: _Optional[int] = ..., misses: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., copy_ns: _Optional[int] = ..., shadowed: _Optional[int] = ...) -> None: ...

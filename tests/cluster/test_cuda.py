@@ -50,3 +50,16 @@ def test_half_of_the_experts_in_slots(link: str, miss: str, tmp_path: Path) -> N
         router = Router(cluster.address)
         assert [router.generate(prompt, 64).tokens for _ in range(2)] == [expected] * 2
         router.close()
+
+
+def test_shadowed_experts_are_counted(tmp_path: Path) -> None:
+    """In steps that are recorded and in those that are not."""
+    folder = build(WIDE, tmp_path)
+    how = {"link": "local", "slots": "50%", "miss": "shadow", "kv": False, "port": 0, "device": "cuda", "start_s": 120.0}
+    with Cluster.start(ClusterConfig(model=str(folder), **how), extra=Extra(router=(*SMALL, *FLOAT32))) as cluster:  # type: ignore[arg-type]
+        router = Router(cluster.address)
+        answer = router.generate(CASES["qwen3"].prompt, 32)
+        named = answer.finish.approximations
+        assert (len(answer.tokens), named.shadow_format) == (32, "int4")
+        assert named.shadow_experts == sum(layer.shadowed for layer in router.stats().hints.layers) > 0
+        router.close()

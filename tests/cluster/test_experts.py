@@ -57,3 +57,19 @@ def test_rounded_experts_are_named_in_every_answer(start: Start, tmp_path: Path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".experts"]
     assert router.generate(PROMPT, 16).tokens == answer.tokens
     router.close()
+
+
+def test_shadowed_experts_are_counted_in_every_answer(start: Start, tmp_path: Path) -> None:
+    """A single answer's count is the worker's; nothing else asked it for anything."""
+    flags = ("--miss=shadow", f"--cache-dir={tmp_path}")
+    cluster = start(CASE, workers=1, link="shm", worker=("--slots=50%", *flags), router=(*SMALL, "--miss=shadow"))
+    router = Router(cluster.address)
+    answer = router.generate(PROMPT, 16)
+    with rpc.channel(cluster.processes["worker-0"].address) as channel:
+        stub = expert_pb2_grpc.ExpertServiceStub(channel)
+        said = stub.GetStats(expert_pb2.ExpertServiceGetStatsRequest(), timeout=10)
+    named = answer.finish.approximations
+    assert (named.expert_format, named.shadow_format) == ("", "int4")
+    assert named.shadow_experts == said.shadowed > 0
+    assert sum(layer.shadowed for layer in router.stats().hints.layers) == said.shadowed
+    router.close()

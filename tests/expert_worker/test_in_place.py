@@ -156,7 +156,10 @@ def test_a_layer_at_work_keeps_its_experts() -> None:
     assert few.resident(1) in ([0], [1])
 
 
-CHOICES = [(24, "in-place", "PackedExperts"), (12, "auto", "InPlaceExperts"), (12, "wait", "SlottedExperts")]
+CHOICES = [
+    *((24, "in-place", "PackedExperts"), (12, "auto", "InPlaceExperts")),
+    *((12, "wait", "SlottedExperts"), (12, "shadow", "ShadowedInPlace")),
+]
 
 
 @pytest.mark.parametrize(("slots", "miss", "kind"), CHOICES)

@@ -64,7 +64,7 @@ def test_reply_round_trip(dtype: torch.dtype, rows: int) -> None:
     call = a_call(rows, 5, 0, dtype)
     frame = FrameBuffer.allocate(wire.reply_bytes(rows, 5, dtype))
     wire.reply_rows(frame, rows, 5, dtype).copy_(call.x * 2)
-    verified = wire.Verified(4, 5, 6, 7, 2**40, 2**41, 2**42)
+    verified = wire.Verified(4, 5, 6, 7, 2**40, 2**41, 2**42, 8)
     reply = wire.decode_reply(frame, wire.encode_reply(frame, call, 1, 2, 3, verified), call)
     assert torch.equal(reply.rows, call.x * 2)
     assert (reply.queue_ns, reply.copy_wait_ns, reply.compute_ns) == (1, 2, 3)

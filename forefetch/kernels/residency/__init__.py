@@ -2,12 +2,12 @@
 
 `state.py` says what they share. Four launches: `enter` when a layer knows its experts, `pick` to choose copies, `bring` to
 copy, `spare` to find victims for the next `pick`; `note` leaves what heads say where those find it. An expert that is in no
-slot is read in place, from host memory.
+slot is read in place, from host memory, or, behind `split`, from another copy.
 """
 
 from __future__ import annotations
 
-from forefetch.kernels.residency.launches import LEAST, bring, choose_and_enter, enter, note, pick, spare
+from forefetch.kernels.residency.launches import LEAST, bring, choose_and_enter, enter, note, pick, spare, split
 from forefetch.kernels.residency.state import COUNTERS, Residents
 
-__all__ = ["COUNTERS", "LEAST", "Residents", "bring", "choose_and_enter", "enter", "note", "pick", "spare"]
+__all__ = ["COUNTERS", "LEAST", "Residents", "bring", "choose_and_enter", "enter", "note", "pick", "spare", "split"]

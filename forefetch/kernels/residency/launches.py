@@ -75,8 +75,18 @@ def _enter(
             len(state.table),
         ),
         *(state.experts, padded, top_k, min(1024, max(32, triton.next_power_of_2(ids.numel())))),
-        *(logits is not None, renormalise, idle is not None, PATIENCE, FLOOR, CROWD, FAST, SLOW),
+        *(logits is not None, renormalise, idle is not None, PATIENCE if state.waits else 0, FLOOR, CROWD, FAST, SLOW),
         num_warps=1 if ids.numel() <= 128 else 4,
+    )
+
+
+def split(state: Residents, ids: Tensor, here: Tensor, absent: Tensor) -> None:
+    """Behind `enter`: the ids [T, K] whose experts are in slots into `here`, the others into `absent`, -1 in their places."""
+    if not all(part.is_contiguous() and part.shape == ids.shape for part in (ids, here, absent)):
+        raise ValueError(f"ids {tuple(ids.shape)}: contiguous results of that shape are needed")
+    block = min(1024, max(32, triton.next_power_of_2(ids.numel())))
+    kernels.split[(triton.cdiv(ids.numel(), block),)](
+        *(ids, state.rows, here, absent, ids.numel(), state.first_slot, len(state.slots), block), num_warps=1
     )
 
 

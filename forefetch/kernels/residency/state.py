@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-COUNTERS = ("hits", "late", "misses", "resident", "brought", "wasted", "waits")
+COUNTERS = ("hits", "late", "misses", "resident", "brought", "wasted", "waits", "absent")
 MOST_TARGETS = 2  # layers that heads name at a time
 
 
@@ -30,6 +30,7 @@ class Residents:
     layers: int
     experts: int
     most_copies: int = 2  # that one `pick` decides on
+    waits: bool = True  # whether `enter` waits for copies under way
     table: Tensor = field(init=False)
 
     def __post_init__(self) -> None:

@@ -62,7 +62,8 @@ def enter(
     which = tl.arange(0, 8)
     counted = tl.sum(((found[:, None] == which[None, :]) & needed[:, None]).to(tl.int32), 0)
     counted = tl.where(which == 6, tries, counted)
-    tl.atomic_add(counters + which, counted.to(tl.int64), mask=(which < 4) | (which == 6), sem="relaxed")
+    counted = tl.where(which == 7, tl.sum((needed & (here == 0)).to(tl.int32), 0), counted)
+    tl.atomic_add(counters + which, counted.to(tl.int64), mask=(which < 4) | (which >= 6), sem="relaxed")
 
 
 @triton.jit
@@ -103,6 +104,17 @@ def _found(table, coming, at, needed, first_slot, slots, PATIENCE: tl.constexpr)
         due = due & still & (here == 0)
         tries += 1
     return row, here, ready, tries
+
+
+@triton.jit(do_not_specialize=["pairs", "first_slot", "slots"])
+def split(ids, rows, here, absent, pairs, first_slot, slots, BLOCK: tl.constexpr):
+    """here [T, K] = ids whose experts `enter` found in slots, absent [T, K] = the others; -1 elsewhere. A program per BLOCK."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids + pair, mask=pair < pairs, other=-1)
+    row = tl.load(rows + expert, mask=expert >= 0, other=-1)
+    there = (expert >= 0) & (row >= first_slot) & (row < first_slot + slots)
+    tl.store(here + pair, tl.where(there, expert, -1), mask=pair < pairs)
+    tl.store(absent + pair, tl.where(there, -1, expert), mask=pair < pairs)
 
 
 @triton.jit(do_not_specialize=["entries", "per_target", "first"])

@@ -44,15 +44,15 @@ def test_heads_and_hints_are_added_up_by_layer() -> None:
         stamps.hints(1, 8, 10, 7, 9, 6, 5, 4, 3, 2)
         stamps.call(1, 0, 1, 100, 0, 40, 50)
         stamps.call(1, 1, 1, 100, 0, 60, 20)
-        stamps.verified(1, 0, 3, 1, 0, 0, 512, 1024, 70)
-        stamps.verified(1, 1, 0, 0, 4, 0, 0, 2048, 30)
+        stamps.verified(1, 0, 3, 1, 0, 0, 512, 1024, 70, 0)
+        stamps.verified(1, 1, 0, 0, 4, 0, 0, 2048, 30, 3)
         timings = stamps.finish(500, 0, 1, 1)
-        assert (timings.lookahead_ns, timings.lookahead_hidden_ns) == (9, 31)
+        assert (timings.lookahead_ns, timings.lookahead_hidden_ns, timings.shadow_experts) == (9, 31, 3)
     ring.begin(2, 0).lookahead(0, 99, 99)  # not finished, so not counted
     record = ring.read(1)
     assert record is not None
     assert record.hints.tolist() == [[7, 30, *[0] * 9], [2, 1, 8, 10, 7, 9, 6, 5, 4, 3, 2]]
-    assert record.verified[1].tolist() == [[3, 1, 0, 0, 512, 1024, 70], [0, 0, 4, 0, 0, 2048, 30]]
+    assert record.verified[1].tolist() == [[3, 1, 0, 0, 512, 1024, 70, 0], [0, 0, 4, 0, 0, 2048, 30, 3]]
     totals = dict(zip(LAYER_TOTALS, ring.layer_totals()[1].tolist(), strict=True))
     assert totals["chosen"] == 16
     assert (totals["named"], totals["found"]) == (20, 14)

@@ -1,0 +1,66 @@
+"""`--miss shadow` on a GPU: an expert that is in no slot when a layer needs it is evaluated from a copy of it in fewer bits, on
+the device, instead of over PCIe. An approximation, as `shadowed.py` says.
+
+A layer is two grouped products, one over what is in slots and one over shadows, whatever is where: so a step can be recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expert_worker.in_place import InPlaceExperts
+from expert_worker.packed import packed_format
+from forefetch.kernels import residency
+from forefetch.kernels.grouped_mlp.formats import blob_bytes, pack
+from forefetch.kernels.grouped_mlp.moe import moe
+from forefetch.kernels.grouped_mlp.scratch import MoeScratch
+from forefetch.rounding import SHADOW
+from forefetch.weights import Checkpoint, load_expert
+
+
+class ShadowedInPlace(InPlaceExperts):
+    """`InPlaceExperts` that never read host memory in a layer, nor wait for a copy. Memory: the shadows beside the slots."""
+
+    shadows = True
+
+    def __init__(self, *args: Any, dtype: torch.dtype, max_rows: int, **place: Any) -> None:
+        """See InPlaceExperts."""
+        self._dtype = dtype
+        super().__init__(*args, dtype=dtype, max_rows=max_rows, **place)
+        self.state.waits = False
+        spec = self.spec
+        shape = (max_rows, spec.top_k, spec.num_experts, spec.hidden_size, spec.expert_width)
+        self._shadow_scratch = MoeScratch(*shape, self._shadow_format, device=self._device, dtype=dtype)
+        self._shadow_scratch.fault = self._scratch.fault  # one check for both
+        self._shadow_out = torch.empty_like(self._out)
+        self._here, self._absent = (torch.empty_like(self._chosen[0]) for _ in range(2))
+
+    def _hold(self, checkpoint: Checkpoint, on_progress: Callable[[int, int], None]) -> None:
+        super()._hold(checkpoint, on_progress)
+        spec, held = self.spec, self.held
+        self._shadow_format = format = packed_format(spec, SHADOW, self._dtype, self._device)
+        total, size = len(self.layers) * len(held), blob_bytes(spec.hidden_size, spec.expert_width, format)
+        self._shadows = torch.empty(total, size, dtype=torch.uint8, device=self._device)
+        shadow_of = torch.full((len(self.layers), spec.num_experts), -1, dtype=torch.int32)
+        shadow_of[:, list(held)] = torch.arange(total, dtype=torch.int32).view(len(self.layers), -1)
+        self._shadow_of = shadow_of.to(self._device)
+        for number in range(total):
+            layer, expert = spec.moe_layers[number // len(held)], held[number % len(held)]
+            self._shadows[number] = pack(*load_expert(checkpoint, spec, layer, expert, self._device), format)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights in slots, in host memory and of shadows."""
+        return super().weight_bytes + self._shadows.numel()
+
+    def _products(self, place: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
+        rows = len(x)
+        here, absent, beside = self._here[:rows], self._absent[:rows], self._shadow_out[:rows]
+        residency.split(self.state, ids, here, absent)
+        super()._products(place, x, here, weights, out)
+        moe(x, absent, weights, self._shadows, self._shadow_of[place], beside, self._shadow_scratch)
+        out += beside
