@@ -222,7 +222,10 @@ def _layers(trace: router_pb2.GetTraceResponse, title: str, step: Step, width: i
 
 def _verified(call: router_pb2.WorkerCall) -> Text:
     """What a worker had to copy for a call."""
-    counts = (("hit", call.hits, "green"), ("late", call.late, "yellow"), ("miss", call.misses, "red"))
+    counts = (
+        *(("hit", call.hits, "green"), ("late", call.late, "yellow")),
+        *(("miss", call.misses, "red"), ("shadowed", call.shadowed, "magenta")),
+    )
     parts = [Text(f"{count} {name}", colour) for name, count, colour in counts if count]
     if call.copy_ns:  # what no call waited for passed beside something else
         waited = min(call.copy_wait_ns, call.copy_ns)

@@ -52,6 +52,12 @@ def bytes_moved(stats: router_pb2.GetStatsResponse) -> Iterator[tuple[tuple[str,
         yield (str(layer.layer), "wasted"), layer.wasted_bytes
 
 
+def shadowed(stats: router_pb2.GetStatsResponse) -> Iterator[tuple[tuple[str, ...], float]]:
+    """(layer,) -> experts of calls that were evaluated in fewer bits."""
+    for layer in stats.hints.layers:
+        yield (str(layer.layer),), layer.shadowed
+
+
 def stalls(stats: router_pb2.GetStatsResponse) -> Iterator[tuple[tuple[str, ...], float]]:
     """(layer,) -> seconds."""
     for layer in stats.hints.layers:

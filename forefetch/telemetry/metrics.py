@@ -251,6 +251,7 @@ _ROUTER: tuple[Row[Any], ...] = (
     (names.HINT_RESULTS, hints.results),
     (names.HINT_BYTES, hints.bytes_moved),
     (names.HINT_STALL, hints.stalls),
+    (names.SHADOWED, hints.shadowed),
     (names.KV_UP, _of_kv("up")),
     (names.KV_SENT, _of_kv("blocks_sent")),
     (names.KV_DROPPED, _of_kv("blocks_dropped")),

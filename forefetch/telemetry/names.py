@@ -59,9 +59,8 @@ LAYER_COUNT = "forefetch.layer.{}"  # experts chosen, named by hints, found: bot
 WORKER_ADDRESS = "forefetch.worker"
 WORKER_ROWS = "forefetch.worker.rows"
 WORKER_PART = "forefetch.worker.{}_ns"  # queue, copy_wait, compute
-WORKER_COUNT = (
-    "forefetch.worker.{}"  # experts needed: hits, late, misses, resident, shadowed; wasted_bytes, copied_bytes, copy_ns
-)
+# Experts needed: hits, late, misses, resident, shadowed; wasted_bytes, copied_bytes, copy_ns.
+WORKER_COUNT = "forefetch.worker.{}"
 
 # The disjoint parts of a step (StepTimings.<part>_ns), in the order in which they happen.
 PARTS = ("attention", "gate", "lookahead", "link", "queue", "copy_wait", "expert", "combine", "sampling")
@@ -119,6 +118,11 @@ HINT_RESULTS = Metric(
     "forefetch_router_hint_results_total", "Distinct experts of calls by where workers had them.", ("layer", "result")
 )
 HINT_BYTES = Metric("forefetch_router_hint_bytes_total", "Bytes that workers copied, and in vain.", ("layer", "what"))
+SHADOWED = Metric(
+    "forefetch_router_shadowed_experts_total",
+    "Experts of steps that were evaluated from copies in fewer bits, an approximation (--miss shadow).",
+    ("layer",),
+)
 HINT_STALL = Metric("forefetch_router_hint_stall_seconds_total", "Time that steps waited for copies.", ("layer",))
 KV_UP = Metric("forefetch_router_kv_up", "1 while the KV service answers; absent when none is configured.")
 KV_SENT = Metric("forefetch_router_kv_blocks_sent_total", "Sealed blocks handed over.")
