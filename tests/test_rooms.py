@@ -38,7 +38,7 @@ TORCHLESS = (
     "process",
     "child",
 )
-GRPCLESS = ("errors", "hints", "plan", "plan_chart", "shapes", "spec", "families", "placement", "wire", "kernels")
+GRPCLESS = ("errors", "hints", "plan", "plan_chart", "shapes", "spec", "families", "placement", "rounding", "wire", "kernels")
 KERNELS_MAY = ("torch", "triton", "forefetch.kernels")
 COMPILED = ("forefetch.kernels.compiled", "forefetch.kernels.grouped_mlp.cpu")
 COMPILED_MAY = ("numba", "llvmlite", "numpy")
@@ -88,6 +88,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
             "compiled",
             "whole",
             "in_place",
+            "shadowed",
+            "shadowed_in_place",
             "beside",
             "lookahead",
             "hints",

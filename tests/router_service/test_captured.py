@@ -21,6 +21,8 @@ from router_service.layouts import LayoutBuffers
 class PlainResident:
     """Every expert as a dense product over all rows: nothing depends on values, as in a graph."""
 
+    shadows = False
+
     def __init__(self, spec: ModelSpec, checkpoint: Checkpoint, device: torch.device) -> None:
         self._spec, self._num_experts = spec, spec.num_experts
         self.fault = torch.zeros(1, dtype=torch.int32, device=device)

@@ -145,6 +145,10 @@ def test_window_keeps_the_last_and_counts_all() -> None:
 
 def test_timings_have_the_fields_of_the_proto() -> None:
     assert list(Timings.__slots__) == [field.name for field in router_pb2.StepTimings.DESCRIPTOR.fields]
-    assert {part + "_ns" for part in names.PARTS} | {"total_ns", "batch", "tokens", "lookahead_hidden_ns"} == set(
-        Timings.__slots__
-    )
+    assert {part + "_ns" for part in names.PARTS} | {
+        "total_ns",
+        "batch",
+        "tokens",
+        "lookahead_hidden_ns",
+        "shadow_experts",
+    } == set(Timings.__slots__)

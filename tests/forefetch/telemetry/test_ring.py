@@ -112,7 +112,7 @@ def test_impossible_sizes_are_refused(sizes: tuple[int, int, int]) -> None:
 
 
 def test_memory_is_what_the_module_says() -> None:
-    assert StepRing(16, 48, 2).nbytes == 16 * 8 * (8 + 16 * 48 + 12 * 48 * 2)
+    assert StepRing(16, 48, 2).nbytes == 16 * 8 * (8 + 16 * 48 + 13 * 48 * 2)
 
 
 def test_a_racing_reader_sees_whole_steps_or_nothing() -> None:
