@@ -5,7 +5,8 @@
 
 Steps are the router's own, through its engine, running ahead, and told are milliseconds between two tokens of a stream, as in
 `benchmarks.decode`: on cuda:0 with all experts beside it, then over a p2p lane to a worker process whose experts are on cuda:1,
-in one part and in two. Logits of a first step are compared, bit for bit.
+in one part and in two; with --spread over a lane to a worker that has half of the experts, the other half beside the trunk, in
+one part. Logits of a first step are compared, bit for bit.
 `--hop` times a recorded step of 48 calls whose worker copies its rows: what a layer pays beyond gate and experts.
 """
 
@@ -23,7 +24,7 @@ import torch
 
 from benchmarks.decode_rig import PAGE, Measured, Rig
 from benchmarks.results import Row, append
-from expert_worker.client import connect, open_lane
+from expert_worker.client import ExpertConfig, beside, connect, local, open_lane
 from forefetch import settings
 from forefetch.kernels.hop import triton as hop
 from forefetch.p2p.device import DeviceLanes, DevicePort
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--batch", default="64,16,1")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--spread", action="store_true", help="two GPUs: half of the experts on each, in one part")
     parser.add_argument("--write", action="store_true", help="append to results.csv")
     arguments = parser.parse_args()
     for row in hops() if arguments.hop else decodes(arguments):
@@ -140,9 +142,10 @@ def _echo(name: str, shape: LaneShape) -> None:
 
 
 @contextmanager
-def worker_on(device: str, model: str, experts: str) -> Iterator[Process]:
-    """A worker process with all experts."""
+def worker_on(device: str, model: str, experts: str, spread: bool = False) -> Iterator[Process]:
+    """A worker process with all experts, or the second half."""
     flags = [f"--model={model}", "--allow-synthetic", f"--device={device}", f"--experts={experts}", "--max-rows=512"]
+    flags += ["--shard=1", "--shards=2"] if spread else []
     environment = settings.child_environment()
     process = Process("worker", "expert_worker", flags, environment, on_line=lambda _, line: print("worker:", line))
     process.spawn()
@@ -169,16 +172,16 @@ def decodes(arguments: argparse.Namespace) -> Iterator[Row]:
     """One GPU, then two, by batch."""
     batches, context, steps = [int(part) for part in arguments.batch.split(",")], arguments.context, arguments.steps
     experts = "stored" if arguments.experts == "bfloat16" else arguments.experts
-    with worker_on("cuda:1", arguments.model, experts) as process:
+    with worker_on("cuda:1", arguments.model, experts, arguments.spread) as process:
         rig = prepared(arguments.model, arguments.experts, arguments.kv, max(batches), context, steps + WARM + 4)
         process.wait_ready(300.0)
-        workers = table_of(rig, process, experts)
+        workers = table_of(rig, process, experts, arguments.spread)
         what = f"{arguments.model} {arguments.experts} experts, {arguments.kv} KV, context {context}"
         kept = [part.clone() for part in memory_of(rig)]
         for batch in batches:
             alone = Watched(rig, kept, batch, context, rig.recorded)
             yield from told(f"{what}, batch {batch}, one GPU", alone.measured(steps))
-            for parts in (1, 2) if batch > 1 else (1,):
+            for parts in (1, 2) if batch > 1 and not arguments.spread else (1,):
                 pair = Watched(rig, kept, batch, context, partial(laned, rig, workers, batch, parts))
                 found = pair.measured(steps)
                 pair.model.close()  # type: ignore[attr-defined]
@@ -186,7 +189,8 @@ def decodes(arguments: argparse.Namespace) -> Iterator[Row]:
                 share = float(apart / alone.first.abs().max())
                 print(f"batch {batch} in {parts}: bit for bit {same}; furthest {share:.2e} of the largest logit", flush=True)
                 print(f"  {workers.lanes}", flush=True)
-                yield from told(f"{what}, batch {batch}, two GPUs, rows in {parts}", found)
+                how = "experts on both" if arguments.spread else f"rows in {parts}"
+                yield from told(f"{what}, batch {batch}, two GPUs, {how}", found)
         workers.close()
 
 
@@ -226,11 +230,14 @@ class Watched:
         return self.model
 
 
-def table_of(rig: Rig, process: Process, experts: str) -> Workers:
-    """A router's table with that one worker, connected."""
+def table_of(rig: Rig, process: Process, experts: str, spread: bool = False) -> Workers:
+    """A router's table with that one worker, connected, and before it, if they share, one in this process."""
     agreed: dict[str, Any] = {"digest": rig.checkpoint.digest, "hidden": rig.spec.hidden_size, "dtype": torch.bfloat16}
     link = connect(process.address, link="auto", max_rows=256, tls=None, timeout_s=10.0, experts=experts, **agreed)
-    workers = Workers(rig.spec, [process.address], lambda _: link)
+    here = {"model": rig.model, "allow_synthetic": True, "device": "cuda:0", "experts": experts, "max_rows": 512}
+    own = local(ExpertConfig(**here, dtype="bfloat16", shard=0, shards=2)) if spread else link  # type: ignore[arg-type]
+    names = ["local", process.address] if spread else [process.address]
+    workers = Workers(rig.spec, names, lambda name: own if name == "local" else link)
     workers.wait_complete(10.0)
     return workers
 
@@ -249,9 +256,12 @@ def laned(
     step = step_shape((batch, 0), batch if parts == 2 else 0)
     shape = LaneShape(batch, spec.hidden_size, spec.top_k, len(spec.moe_layers), 2)
     normed = spec.gate_rule == "topk_softmax" or spec.renormalise
-    lanes: Any = DeviceLanes(1, shape, spec.num_experts, normed, patience_s, device)
-    opener = Opener(lambda link: open_lane(link, shape, [step], device=device, patience_s=patience_s, timeout_s=60.0))
-    experts = LaneExperts(spec, lanes, batch, torch.bfloat16, device)
+    links = [worker.link for worker in workers.rows if worker.link is not None]
+    own = beside(links[0], shape, device)
+    lanes: Any = DeviceLanes(len(links), shape, spec.num_experts, normed, patience_s, device, -1 if own is None else 0)
+    how: Any = {"device": device, "patience_s": patience_s, "timeout_s": 60.0}
+    opener = Opener(lambda link: own if own and link is own.link else open_lane(link, shape, [step], **how))
+    experts = LaneExperts(spec, lanes, batch, torch.bfloat16, device, own)
     model = LaneTrunk(rig.trunk, experts, buffers, lanes, workers, opener, lambda layout: step)
     model.warm_up()
     model.start(60.0)

@@ -25,13 +25,16 @@ from forefetch.kernels import compiled
 from forefetch.v1 import expert_pb2, expert_pb2_grpc
 
 if TYPE_CHECKING:
+    from expert_worker.p2p_beside import Beside
     from expert_worker.packed import PackedExperts
     from expert_worker.whole import WholeExperts
     from forefetch.kernels.grouped_mlp.formats import Kind
+    from forefetch.p2p.lane import LaneShape
     from forefetch.spec import ModelSpec
     from forefetch.weights import Checkpoint
 
 __all__ = [
+    "Beside",
     "Control",
     "ExpertConfig",
     "Holdings",
@@ -39,6 +42,7 @@ __all__ = [
     "Link",
     "WholeExperts",
     "WorkerInfo",
+    "beside",
     "connect",
     "local",
     "open_lane",
@@ -113,6 +117,15 @@ def resident(
     everything = range(spec.num_experts)
     place = {"device": device, "dtype": dtype, "max_rows": max_rows, "on_progress": on_progress}
     return PackedExperts(spec, checkpoint, everything, packed_format(spec, kind, dtype, device), **place)  # type: ignore[arg-type]
+
+
+def beside(link: Link, shape: LaneShape, device: torch.device) -> Beside | None:
+    """The lane to a worker in this process; None if that is another's. Mismatch when it can have none."""
+    if not isinstance(link, LocalLink):
+        return None
+    from expert_worker.p2p_beside import Beside
+
+    return Beside(link, shape, device)
 
 
 def resident_of(link: Link | None) -> PackedExperts | None:

@@ -134,17 +134,18 @@ class Cluster:
         ]
 
     def _worker_flags(self, shard: int) -> list[str]:
-        place = [f"--device={self.config.device_of(shard + 1)}", f"--shard={shard}", f"--shards={self.config.workers}"]
+        part = [f"--shard={shard + self.config.spread}", f"--shards={self.config.shards}"]
         if self.config.inherit:
-            return [*place, *self._extra.worker]
-        shards = [f"--shard={shard}", f"--shards={self.config.workers}", f"--slots={self.config.slots}"]
+            return [f"--device={self.config.device_of(shard + 1)}", *part, *self._extra.worker]
+        shards = [*part, f"--slots={self.config.slots}"]
         shards += [f"--miss={self.config.miss}", f"--experts={self.config.experts}", f"--placement={self.config.placement}"]
         shards += ["--placed"] if self.config.planned else []
         return [*self._model_flags(shard + 1), *shards, *self._extra.worker]
 
     def _router_flags(self) -> list[str]:
         config = self.config
-        workers = ",".join(self.processes[name].address for name in self.worker_names) or "local"
+        own = ["local"] if config.spread or config.link == "local" else []
+        workers = ",".join([*own, *(self.processes[name].address for name in self.worker_names)])
         if config.inherit:
             link = [] if config.link == "local" else [f"--link={config.link}"]
             place = [f"--device={config.device_of(0)}", f"--workers={workers}", f"--drain-s={config.drain_s}"]
@@ -162,8 +163,9 @@ class Cluster:
             flags.append(f"--kv={self.processes['kv'].address}")
         if config.metrics_port:
             flags.append(f"--metrics-listen=127.0.0.1:{config.metrics_port}")
-        flags += [f"--slots={config.slots}"] if config.link == "local" else [f"--link={config.link}"]
-        flags += [f"--miss={config.miss}"] if config.link == "local" or config.miss == "shadow" else []
+        flags += [f"--slots={config.slots}"] if own else []
+        flags += [] if config.link == "local" else [f"--link={config.link}"]
+        flags += [f"--miss={config.miss}"] if own or config.miss == "shadow" else []
         return [*self._model_flags(0), *flags, *self._extra.router]
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:

@@ -41,6 +41,12 @@ class ClusterConfig(Config):
         """GPUs of this node by number, as 0,1: the router computes on the first, each of the others has a worker, and recorded
         steps cross between their memories (link p2p) where GPUs reach one another's. Instead of --workers and --device.""",
     )
+    spread: bool = setting(
+        False,
+        """The router's process holds a part of the experts too, on its own device, as large a one as each worker's: with --gpus
+        0,1 half of them. It evaluates its part while the workers evaluate theirs, so that every GPU reads fewer weights in a
+        step, for as much less room for K and V on the router's.""",
+    )
     kv_format: str = setting(
         "auto",
         """How keys and values are kept. auto keeps them in the compute type. Smaller types, and sealed formats of 2 to 4 bits
@@ -108,6 +114,8 @@ class ClusterConfig(Config):
         self.resolved()
         if self.planned and (self.placement or self.link == "local" or self.gpus):
             raise ConfigError("--planned: not with --placement, --link local or --gpus")
+        if self.spread and (self.planned or self.placement or self.link == "local"):
+            raise ConfigError("--spread: not with --planned, --placement or --link local")
         for name, port in (("--port", self.port), ("--metrics-port", self.metrics_port)):
             if not 0 <= port <= 65535:
                 raise ConfigError(f"{name}: must be within 0 and 65535")
@@ -130,6 +138,11 @@ class ClusterConfig(Config):
         if self.link == "local":
             raise ConfigError("--gpus and --link local: local has everything on one GPU, named by --device")
         return replace(self, workers=len(gpus) - 1, link="p2p" if self.link == "auto" else self.link)
+
+    @property
+    def shards(self) -> int:
+        """Parts that the experts are cut into."""
+        return self.workers + self.spread
 
     def device_of(self, place: int) -> str:
         """The device of the router (0) or of worker place - 1, as processes number what `visible` leaves them."""

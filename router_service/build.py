@@ -281,7 +281,9 @@ def _connector(
     config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, placement: Placement
 ) -> Callable[[str], expert.Link]:
     """How a link to an address is made."""
-    if config.workers == "local":
+    addresses, p2p = config.addresses() or ("local",), config.link == "p2p"
+    local: expert.ExpertConfig | None = None
+    if "local" in addresses and not config.service:
         local = expert.ExpertConfig(
             model=config.model,
             allow_synthetic=config.allow_synthetic,
@@ -290,18 +292,26 @@ def _connector(
             slots=config.slots,
             miss=config.miss,
             experts=config.experts,
-            max_rows=config.max_step_tokens + max(config.buckets(placement.device.type), default=0),  # padding of both kinds
+            # padding of both kinds
+            max_rows=config.max_step_tokens + max(config.buckets("cuda" if p2p else placement.device.type), default=0),
+            shard=addresses.index("local"),
+            shards=len(addresses),
         )
-        return lambda _address: expert.local(local)
     tls = rpc.tls_of(config)
-    return lambda address: expert.connect(
-        address,
-        link="auto" if config.link == "p2p" else config.link,
-        digest=checkpoint.digest,
-        hidden=spec.hidden_size,
-        dtype=placement.dtype,
-        max_rows=config.max_step_tokens + (max(config.buckets("cuda"), default=0) if config.link == "p2p" else 0),
-        tls=tls,
-        timeout_s=5.0,
-        experts=config.rounding,
-    )
+
+    def connected(address: str) -> expert.Link:
+        if local is not None and address == "local":
+            return expert.local(local)
+        return expert.connect(
+            address,
+            link="auto" if p2p else config.link,
+            digest=checkpoint.digest,
+            hidden=spec.hidden_size,
+            dtype=placement.dtype,
+            max_rows=config.max_step_tokens + (max(config.buckets("cuda"), default=0) if p2p else 0),
+            tls=tls,
+            timeout_s=5.0,
+            experts=config.rounding,
+        )
+
+    return connected

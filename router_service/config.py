@@ -40,8 +40,10 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
     workers: str = setting(
         "local",
         """Expert workers as host:port,host:port. Together they must hold every expert. local: one worker inside this
-        process, holding all experts, without a wire between. kubernetes:NAMESPACE/SERVICE: those of a headless Service, which
-        may come and go; one of its routers says which worker holds what.""",
+        process, holding all experts, without a wire between. local,host:port: the others hold a part of the experts and
+        this process, on its own device, as large a one: that of --shard 0 if local is named first, of as many --shards as
+        names. kubernetes:NAMESPACE/SERVICE: those of a headless Service, which may come and go; one of its routers says
+        which worker holds what.""",
     )
     link: str = setting(
         "auto",
@@ -246,8 +248,8 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: must not be negative")
         self._check_p2p()
-        if self.plan and self.workers == "local":
-            raise ConfigError("--plan: name the --workers; the local one holds every expert")
+        if self.plan and (self.workers == "local" or "local" in self.addresses()):
+            raise ConfigError("--plan: name the --workers; what the local one holds does not move")
         for name in ("step_timeout_s", "session_lag_s", "p2p_patience_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be positive")
@@ -304,7 +306,8 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
         """The workers' addresses; empty for the local worker, and for those of a Service."""
         if self.workers == "local" or self.service:
             return ()
-        return _addresses("--workers", self.workers, "local, host:port,host:port or kubernetes:NAMESPACE/SERVICE")
+        form = "local, host:port,host:port, local,host:port or kubernetes:NAMESPACE/SERVICE"
+        return _addresses("--workers", self.workers, form, "local")
 
     @property
     def service(self) -> tuple[str, str] | None:
@@ -316,9 +319,9 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
         return _addresses("--kv", self.kv, "host:port,host:port") if self.kv else ()
 
 
-def _addresses(flag: str, text: str, form: str) -> tuple[str, ...]:
+def _addresses(flag: str, text: str, form: str, *names: str) -> tuple[str, ...]:
     addresses = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not addresses or any(":" not in address for address in addresses):
+    if not addresses or any(":" not in address and address not in names for address in addresses):
         raise ConfigError(f"{flag}: must be {form}")
     if len(set(addresses)) != len(addresses):
         raise ConfigError(f"{flag}: names an address twice")

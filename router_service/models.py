@@ -71,19 +71,25 @@ def laned(trunk: Trunk, buffers: LayoutBuffers, workers: Workers, config: Router
     shapes = {layout: step_shape(layout, config.p2p_halves_from) for layout in buffers.layouts()}
     rows = max(step.rows for step in shapes.values())
     shape = LaneShape(rows, spec.hidden_size, spec.top_k, len(spec.moe_layers), dtype.itemsize)
+    links = [worker.link for worker in workers.rows]
+    own = next((lane for link in links if link is not None and (lane := expert.beside(link, shape, device))), None)
+    place = -1 if own is None else links.index(own.link)
     lanes: Attached
     if device.type == "cuda":
         from forefetch.p2p.device import DeviceLanes
 
         normed = spec.gate_rule == "topk_softmax" or spec.renormalise
-        lanes = DeviceLanes(len(workers.rows), shape, spec.num_experts, normed, config.p2p_patience_s, device)  # type: ignore[assignment]
+        lanes = DeviceLanes(len(workers.rows), shape, spec.num_experts, normed, config.p2p_patience_s, device, place)  # type: ignore[assignment]
     else:
         rule = spec.top_k, spec.gate_rule, spec.renormalise
-        lanes = HostLanes(lambda logits: choose(logits, *rule), config.p2p_patience_s)  # type: ignore[assignment]
+        lanes = HostLanes(lambda logits: choose(logits, *rule), config.p2p_patience_s, own=place)  # type: ignore[assignment]
     steps = sorted(set(shapes.values()), key=lambda step: (step.rows, step.parts))
     how = {"device": device, "patience_s": config.p2p_patience_s, "timeout_s": LANE_OPENS_S}
-    opener = Opener(lambda link: expert.open_lane(link, shape, steps, **how))  # type: ignore[arg-type]
-    experts = LaneExperts(spec, lanes, rows, dtype, device)
+
+    def opened(link: expert.Link) -> expert.Lane | expert.Beside:
+        return own if own is not None and link is own.link else expert.open_lane(link, shape, steps, **how)  # type: ignore[arg-type]
+
+    opener, experts = Opener(opened), LaneExperts(spec, lanes, rows, dtype, device, own)
     recorder = None if device.type == "cuda" else lambda step: step
     model = LaneTrunk(trunk, experts, buffers, lanes, workers, opener, shapes.__getitem__, recorder)
     with rpc.loading("decode steps") as on_progress:

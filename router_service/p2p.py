@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,11 +28,15 @@ from router_service.p2p_decoder import LaneDecoder, LaneExperts, Lanes
 from router_service.trunk import Experts, Observer, Trunk
 from router_service.workers import Workers
 
+if TYPE_CHECKING:
+    from expert_worker.client import Beside
+
 log = logging.getLogger("forefetch.router")
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.2, 10.0
 STEADY_STEPS = 64
-Open = Callable[[Link], Lane]
+AnyLane: TypeAlias = "Lane | Beside"
+Open = Callable[[Link], AnyLane]
 
 
 class Attached(Lanes, Protocol):
@@ -58,7 +62,7 @@ class Opener:
         self._open = open
         self._guard = threading.Condition()
         self._wanted: tuple[Link, ...] = ()
-        self._found: tuple[tuple[Link, ...], list[Lane]] | None = None
+        self._found: tuple[tuple[Link, ...], list[AnyLane]] | None = None
         self._closed = False
         self.reason = ""  # why there are none yet
         threading.Thread(target=self._run, name="lanes", daemon=True).start()
@@ -70,7 +74,7 @@ class Opener:
                 self._wanted = links
                 self._guard.notify_all()
 
-    def take(self, links: tuple[Link, ...]) -> list[Lane] | None:
+    def take(self, links: tuple[Link, ...]) -> list[AnyLane] | None:
         """The lanes to these, if they are there and all alive; they are the caller's then."""
         with self._guard:
             found, self._found = self._found, None
@@ -113,8 +117,8 @@ class Opener:
             _close(lanes or [])
             pause = min(2 * pause, LAST_PAUSE_S)
 
-    def _opened(self, links: Sequence[Link]) -> list[Lane] | None:
-        lanes: list[Lane] = []
+    def _opened(self, links: Sequence[Link]) -> list[AnyLane] | None:
+        lanes: list[AnyLane] = []
         try:
             for link in links:
                 lanes.append(self._open(link))
@@ -156,7 +160,7 @@ class LaneTrunk(CapturedTrunk):
         super().__init__(trunk, experts, buffers, recorder, LaneDecoder(trunk, experts, shape_of))
         self._lanes, self._workers, self._opener, self._shape_of = lanes, workers, opener, shape_of
         self._links: tuple[Link, ...] = ()  # those that lanes are attached to
-        self._attached: list[Lane] = []
+        self._attached: list[AnyLane] = []
         self._pause_s, self._not_before = FIRST_PAUSE_S, 0.0  # lanes that break at once are not tried at once again
         self._counts = workers.lanes
         self._verdicts = dict[int, Tensor]()  # by step, int32 [1] on the host, there when the step's tokens are
@@ -220,7 +224,7 @@ class LaneTrunk(CapturedTrunk):
                 self._attach(links, found)
         return bool(self._attached)
 
-    def _attach(self, links: tuple[Link, ...], lanes: list[Lane]) -> None:
+    def _attach(self, links: tuple[Link, ...], lanes: list[AnyLane]) -> None:
         owners = torch.from_numpy(self._workers.owners[:, list(self.trunk.spec.moe_layers)])
         self._lanes.attach([lane.port for lane in lanes], owners)
         self._links, self._attached, self._counts.up = links, lanes, True
@@ -252,6 +256,6 @@ class LaneTrunk(CapturedTrunk):
         self._drop()
 
 
-def _close(lanes: Sequence[Lane]) -> None:
+def _close(lanes: Sequence[AnyLane]) -> None:
     for lane in lanes:
         lane.close()

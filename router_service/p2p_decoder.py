@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from router_service.batch import StepBatch
 from router_service.decoder import Decoder, Mark
 from router_service.layers import Layer
 from router_service.trunk import Attention, Trunk, project
+
+if TYPE_CHECKING:
+    from expert_worker.client import Beside
 
 
 class Lanes(Protocol):
@@ -44,9 +47,18 @@ class Lanes(Protocol):
 
 
 class LaneExperts:
-    """Experts behind lanes, as a Decoder wants them."""
+    """Experts behind lanes, as a Decoder wants them. own: the share of them that is in this process."""
 
-    def __init__(self, spec: ModelSpec, lanes: Lanes, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        lanes: Lanes,
+        max_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        own: Beside | None = None,
+    ) -> None:
+        self._own = own
         self._lanes, self._places = lanes, {layer: place for place, layer in enumerate(spec.moe_layers)}
         self._out = torch.zeros(max_rows, spec.hidden_size, dtype=dtype, device=device)
         self._idle = torch.ones(max_rows, 1, dtype=torch.bool, device=device)
@@ -66,7 +78,10 @@ class LaneExperts:
 
     def send(self, layer: int, first: int, x: Tensor, logits: Tensor) -> int:
         """Rows first .. first + N on their way; the number of their call."""
-        self._lanes.put(self._places[layer], first, x, logits, self._idle[first : first + len(x)])
+        place = self._places[layer]
+        self._lanes.put(place, first, x, logits, self._idle[first : first + len(x)])
+        if self._own is not None:
+            self._own.evaluate(place, first, len(x))
         self._sent += 1
         return self._sent
 
@@ -86,6 +101,8 @@ class LaneExperts:
 
     def settle(self, idle: Tensor) -> None:
         """The step's end; workers count its pairs themselves."""
+        if self._own is not None:
+            self._own.settle(len(idle))
         self._lanes.mirror()
 
     shadows = False

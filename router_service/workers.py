@@ -28,6 +28,8 @@ from router_service.endpoints import Endpoint
 log = logging.getLogger("forefetch.router")
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0
+LOCAL = "local"
+"""The address of the worker in this process."""
 MOST_TURNS = 60  # every number of replicas up to 6 shares rows evenly
 
 
@@ -138,9 +140,11 @@ class Workers:
         return "; ".join(away) or "some experts are held by no worker"
 
     def wait_complete(self, timeout_s: float) -> None:
-        """Blocks until every expert is covered. Raises Mismatch at once when a worker cannot ever fit, else Unavailable."""
+        """Blocks until every expert is covered, and the worker in this process, if there is one, has loaded what it holds.
+
+        Raises Mismatch at once when a worker cannot ever fit, else Unavailable."""
         until = monotonic() + timeout_s
-        while not self.refresh():
+        while not self.refresh() or any(worker.link is None for worker in self.rows if worker.address == LOCAL):
             for worker in self.rows if self._fixed else ():
                 if worker.reason.startswith("refused"):
                     raise Mismatch(f"worker {worker.address} {worker.reason}")

@@ -51,6 +51,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "client",
         "links",
         "p2p_link",
+        "p2p_beside",
         "hinting",
         "control",
         "build",

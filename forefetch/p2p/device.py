@@ -43,11 +43,19 @@ class DeviceLanes:
     """The router's end of `count` lanes of one shape. What it records stays valid when lanes come and go."""
 
     def __init__(
-        self, count: int, shape: LaneShape, experts: int, renormalise: bool, patience_s: float, device: torch.device
+        self,
+        count: int,
+        shape: LaneShape,
+        experts: int,
+        renormalise: bool,
+        patience_s: float,
+        device: torch.device,
+        own: int = -1,
     ) -> None:
-        """renormalise: gate weights are divided by the sum of the chosen; see `kernels/gate`."""
+        """renormalise: gate weights are divided by the sum of the chosen; see `kernels/gate`. own: the lane whose calls the
+        router's stream evaluates itself."""
         self._shape, self._at, self._renormalise = shape, offsets(shape), renormalise
-        self._patience_ns = int(patience_s * 1e9)
+        self._patience_ns, self._own = int(patience_s * 1e9), own
 
         def ints(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
@@ -93,7 +101,7 @@ class DeviceLanes:
 
     def take(self, first: int, out: Tensor, lag: int) -> None:
         """out [N, H] = the sum of the workers' rows. lag: calls put since the awaited one."""
-        hop.take(self._state, self._at, first, out, lag, self._patience_ns)
+        hop.take(self._state, self._at, first, out, lag, self._patience_ns, self._own)
 
     def mirror(self) -> None:
         """The step's end: the verdict on it. The fault may be set at any moment by `abort`; who is to act on the same must

@@ -48,9 +48,13 @@ class HostPort:
 
 
 class HostLanes:
-    """The router's end of all its lanes. choose(logits [N, E]): ids, weights [N, K]."""
+    """The router's end of all its lanes. choose(logits [N, E]): ids, weights [N, K]. own: the lane whose calls the router
+    evaluates itself."""
 
-    def __init__(self, choose: Callable[[Tensor], tuple[Tensor, Tensor]], patience_s: float, spin_ns: int = 0) -> None:
+    def __init__(
+        self, choose: Callable[[Tensor], tuple[Tensor, Tensor]], patience_s: float, spin_ns: int = 0, own: int = -1
+    ) -> None:
+        self._own = own
         self._choose, self._patience_s, self._spin_ns = choose, patience_s, spin_ns
         self._ports: Sequence[HostPort] = ()
         self._owners = torch.empty(0)
@@ -97,7 +101,7 @@ class HostLanes:
         calls put since the awaited one."""
         total = torch.zeros(out.shape, dtype=torch.float32)
         for index, port in enumerate(self._ports):
-            if self._fault == 0:
+            if self._fault == 0 and index != self._own:
                 self._await(index, port, self._sent - lag & 0xFFFFFFFF)
             total += port.results[first : first + len(out)]
         out.copy_(total)

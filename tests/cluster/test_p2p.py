@@ -64,9 +64,10 @@ def test_a_worker_killed_in_a_step_costs_no_token(
 
 
 def test_two_routers_have_lanes_to_the_same_workers(router: Router, cluster: Cluster, oracle: Callable[[str], Oracle]) -> None:
-    """Each its own; one that is killed takes nothing from the other."""
+    """Each its own; one that is killed takes nothing from the other. The second holds a third of the experts itself, which the
+    workers hold too: replicas share rows."""
     workers = ",".join(cluster.processes[name].address for name in cluster.worker_names)
-    flags = [f"--model={cluster.config.model}", "--device=cpu", "--link=p2p", f"--workers={workers}", *FLAGS]
+    flags = [f"--model={cluster.config.model}", "--device=cpu", "--link=p2p", f"--workers=local,{workers}", *FLAGS]
     other = Process("other", "router_service", flags, settings.child_environment())
     other.spawn()
     try:

@@ -273,6 +273,18 @@ def test_gpus_by_number_make_workers_on_their_own(config: ClusterConfig) -> None
         cluster.config.visible("0,1")
 
 
+def test_experts_can_be_spread_over_the_routers_gpu_too(config: ClusterConfig) -> None:
+    with Cluster.start(ClusterConfig(model=config.model, port=0, kv=False, gpus="0,1", spread=True)) as cluster:
+        assert "--shard=1 --shards=2" in loading_line(cluster.processes["worker-0"])
+        line = loading_line(cluster.processes["router"])
+        assert f"--workers=local,{cluster.processes['worker-0'].address}" in line
+        assert "--slots=100%" in line
+        assert "--link=p2p" in line
+    for changes in ({"placement": "x"}, {"link": "local"}, {"planned": True}):
+        with pytest.raises(ConfigError, match="--spread"):
+            replace(config, spread=True, **changes).validate()  # type: ignore[arg-type]
+
+
 def test_planned_workers_hold_nothing_at_first_and_the_router_plans(config: ClusterConfig) -> None:
     with Cluster.start(replace(config, planned=True, kv=False)) as cluster:
         assert "--placed" in loading_line(cluster.processes["worker-0"])

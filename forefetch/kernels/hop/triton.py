@@ -59,14 +59,16 @@ def put(
     )
 
 
-def take(state: State, at: Offsets, first: int, out: Tensor, lag: int, patience_ns: int) -> None:
-    """out [N, H] = sum over lanes of result rows first .. first + N, once all have answered the call `lag` before the last."""
+def take(state: State, at: Offsets, first: int, out: Tensor, lag: int, patience_ns: int, own: int = -1) -> None:
+    """out [N, H] = sum over lanes of result rows first .. first + N, once all have answered the call `lag` before the last.
+
+    own: a lane whose rows this stream has evaluated itself; nobody signals them."""
     if not out.is_contiguous():
         raise ValueError("out must be contiguous")
     block = 1024
     _take[(triton.cdiv(out.numel(), block),)](
         *(state.table, state.counts, state.fault, out, at.results, first * out.shape[1], out.numel(), lag, patience_ns),
-        *(len(state.table), block, _TYPES[out.dtype]),
+        *(len(state.table), own, block, _TYPES[out.dtype]),
         num_warps=1,  # every warp of a program looks at the signal
     )
 
@@ -118,15 +120,16 @@ def _put(
 
 @triton.jit(do_not_specialize=["first", "lag"])
 def _take(
-    table, counts, fault, out, results_at, first, size, lag, patience_ns, LANES: tl.constexpr, BLOCK: tl.constexpr,
-    TYPE: tl.constexpr,
+    table, counts, fault, out, results_at, first, size, lag, patience_ns, LANES: tl.constexpr, OWN: tl.constexpr,
+    BLOCK: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for lane in tl.static_range(LANES):
         outbox = tl.load(table + 2 * lane + 1)
         if outbox != 0:
-            _await(outbox, tl.load(counts + lane) - lag, fault, lane + 1, patience_ns)
+            if lane != OWN:
+                _await(outbox, tl.load(counts + lane) - lag, fault, lane + 1, patience_ns)
             results = tl.multiple_of((outbox + results_at).to(tl.pointer_type(TYPE)) + first, 16)
             total += tl.load(results + element, mask=element < size, other=0.0, cache_modifier=".cg").to(tl.float32)
     tl.store(out + element, total.to(out.dtype.element_ty), mask=element < size)

@@ -34,7 +34,7 @@ put = {"H": 2048, "HP": 2048, "E": 128, "EP": 128, "K": 8, "RENORMALISE": True}
 print(json.dumps({
     "put 1": ptx(hop._put, types, {"LANES": 1, **put}),
     "put 3": ptx(hop._put, types, {"LANES": 3, **put}),
-    "take": ptx(hop._take, types, {"LANES": 1, "BLOCK": 1024, "TYPE": bfloat16}),
+    "take": ptx(hop._take, types, {"LANES": 1, "OWN": -1, "BLOCK": 1024, "TYPE": bfloat16}),
     "turn": ptx(hop._turn, types, {"LANE": True, "ANSWER": True, "WAIT": True}),
 }))
 """

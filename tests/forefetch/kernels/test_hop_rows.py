@@ -105,6 +105,20 @@ def test_results_are_summed_behind_their_signals() -> None:
     assert int(both.state.fault) == 0
 
 
+def test_a_lane_of_ones_own_is_summed_in_its_place_and_awaited_by_nobody() -> None:
+    both = Lanes(3, torch.zeros(1, LAYERS, EXPERTS).long())
+    both.put(0, 1, torch.zeros(2, HIDDEN), torch.randn(2, EXPERTS), torch.zeros(2, dtype=torch.bool))
+    values = [1.0, 2.0**-24, 2.0**-24]  # in another order the small ones would count
+    for port, value in zip(both.ports, values, strict=True):
+        port.results[:] = value
+    for port in (both.ports[0], both.ports[2]):
+        torch.frombuffer(port.segment.reply, dtype=torch.int32, count=1)[0] = 1
+    out = torch.full((2, HIDDEN), float("nan"))
+    hop.take(both.state, AT, 1, out, 0, SECOND, own=1)
+    assert (out == 1.0).all()
+    assert int(both.state.fault) == 0
+
+
 def test_a_fault_silences_what_follows() -> None:
     both = Lanes(2, torch.zeros(1, LAYERS, EXPERTS).long())
     both.state.fault.fill_(2)
