@@ -25,6 +25,7 @@ Examples:
   forefetch up --model models/reference
   forefetch up --model /models/Qwen3-30B-A3B --workers 4 --device cuda --slots 25% --metrics-port 9100
   forefetch up --model /models/Qwen3-30B-A3B --gpus 0,1       router on GPU 0, all experts on GPU 1
+  forefetch up --model /models/Qwen3-30B-A3B --gpus 0,1 --spread     half of the experts on either
   forefetch up --model models/reference --link local --no-kv      one process, no wire
 
 Ctrl-C stops it: running requests get 30 s to finish, a second Ctrl-C ends them."""
