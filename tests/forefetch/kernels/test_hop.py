@@ -35,6 +35,7 @@ print(json.dumps({
     "put 1": ptx(hop._put, types, {"LANES": 1, **put}),
     "put 3": ptx(hop._put, types, {"LANES": 3, **put}),
     "take": ptx(hop._take, types, {"LANES": 1, "OWN": -1, "BLOCK": 1024, "TYPE": bfloat16}),
+    "take, one of two": ptx(hop._take, types, {"LANES": 2, "OWN": 0, "BLOCK": 1024, "TYPE": bfloat16}),
     "turn": ptx(hop._turn, types, {"LANE": True, "ANSWER": True, "WAIT": True}),
 }))
 """
@@ -42,6 +43,7 @@ ORDER = {
     "put 1": [r"st\.global\.v4", r"atom\.global\.sys\.acq_rel\.add", r"fence\.acq_rel\.sys", r"st\.release\.sys"],
     "put 3": [r"st\.global\.v4", r"atom\.global\.sys\.acq_rel\.add", r"fence\.acq_rel\.sys", r"st\.release\.sys"],
     "take": [r"ld\.acquire\.sys", r"%globaltimer", r"ld\.global\.cg"],
+    "take, one of two": [r"ld\.acquire\.sys", r"%globaltimer", r"ld\.global\.cg"],
     "turn": [r"atom\.global\.gpu\.release", r"st\.release\.sys", r"ld\.acquire\.sys", r"atom\.global\.acquire\.gpu"],
 }
 
