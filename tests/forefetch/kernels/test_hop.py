@@ -35,7 +35,7 @@ print(json.dumps({
     "put 1": ptx(hop._put, types, {"LANES": 1, **put}),
     "put 3": ptx(hop._put, types, {"LANES": 3, **put}),
     "take": ptx(hop._take, types, {"LANES": 1, "OWN": -1, "BLOCK": 1024, "TYPE": bfloat16}),
-    "take, one of two": ptx(hop._take, types, {"LANES": 2, "OWN": 0, "BLOCK": 1024, "TYPE": bfloat16}),
+    "take, one of two": ptx(hop._take, types, {"LANES": 2, "OWN": 1, "BLOCK": 1024, "TYPE": bfloat16}),
     "turn": ptx(hop._turn, types, {"LANE": True, "ANSWER": True, "WAIT": True}),
 }))
 """
