@@ -74,11 +74,13 @@ def picture(found: Sequence[Measured], spec: ModelSpec, context: int, path: Path
         raise ConfigError("--plot: needs matplotlib; install forefetch[plot]") from None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    for measured in found:
+    for number, measured in enumerate(found):
         cell, bits = measured.cells[context], measured.setup.bits(spec, context)
-        marker = "s" if measured.setup.baseline else "o"
-        axes.errorbar(bits, 100 * cell.change, 100 * cell.error, marker=marker, capsize=3)
-        axes.annotate(measured.setup.name, (bits, 100 * cell.change), xytext=(6, 4), textcoords="offset points")
+        marker = ("sD^v" if measured.setup.baseline else "oPX*")[number // 10 % 4]  # colours begin anew after ten
+        axes.errorbar(
+            bits, 100 * cell.change, 100 * cell.error, marker=marker, capsize=3, linestyle="", label=measured.setup.name
+        )
+    axes.legend(fontsize="small")  # names beside the points would cover one another: formats of equal bits are close
     axes.set_xlabel(f"bits per element at {context} tokens, everything counted")
     axes.set_ylabel("perplexity over float16's, %")
     axes.set_title(f"{spec.name}, predictions that see {context // 2} to {context} tokens")

@@ -33,52 +33,65 @@ def split_sealed(
     """
     await_others()
     W: gl.constexpr = width(F, G)
-    SINKS: gl.constexpr = get(F, "sinks")
     BLOB: gl.constexpr = get(F, "blob_bytes")
-    split, splits = gl.program_id(0), gl.num_programs(0)
+    split, shares = gl.program_id(0), gl.num_programs(0) - apart
     kv_head, row = gl.program_id(1) % HK, gl.program_id(1) // HK
     q_at = q + row.to(gl.int64) * q_row + kv_head * G * q_head
     asked = load_heads(q_at, q_head, G, W)
-    pages, shares = gl.load(sealed + row), splits - apart
+    pages, length = gl.load(sealed + row), gl.load(lengths + row)
     mine = gl.minimum(split, shares)
     span = page_table + row * table_row, mine * pages // shares, gl.minimum(mine + 1, shares) * pages // shares
     base = kv_head.to(gl.int64) * n_pages
     head = words + base * (BLOB // 4), halves + base * (BLOB // 2), raw + base * BLOB
-    length, tail = gl.load(lengths + row), gl.load(tails + row)
-    have = span[2] - span[1]
-    page = gl.load(span[0] + span[1], mask=have > 0, other=0)
-    entry = (kv_head * n_tails + tail).to(gl.int64)
+    page = gl.load(span[0] + span[1], mask=span[1] < span[2], other=0)
+    entry = (kv_head * n_tails + gl.load(tails + row)).to(gl.int64)
+    tokens = half_tokens(sink_k, tail_k, sink_v, tail_v, entry, pages, length, TAIL, F)
+    steps = half_steps(tokens[2], split, shares, apart)
+    k_buffers, v_buffers = buffers(F)
+    fetch_keys(tokens[0], tokens[2], steps[0], head, page, span[2] - span[1], k_buffers, F)
+    fetch_values(tokens[1], tokens[2], steps[0], head, page, span[2] - span[1], v_buffers, F)
+    query, unit, row_scale = store_query(asked, scale, W, UP if get(F, "name") == "fp4" else 0)
+    meta = load_meta(head, page, F)
+    state = attend_half(query, tokens, steps, head, page, span[2] - span[1], k_buffers, v_buffers, row_scale, F, W)
+    scales, first = (scale, row_scale, unit), (page, meta)
+    state = attend_sealed(state, query, head, span, first, k_buffers, v_buffers, levels, one, (q_at, q_head), scales, G, F)
+    let_others_start()
+    finish(state, partial, stats, (row * HK + kv_head) * G, split, gl.num_programs(0), G, W)
+
+
+@gluon.jit
+def half_tokens(sink_k, tail_k, sink_v, tail_v, entry, pages, length, TAIL: gl.constexpr, F: gl.constexpr):
+    """Where a row's float16 tokens are: (K's sinks and tail, V's, `spans` of `half.load_tile`)."""
+    SINKS: gl.constexpr = get(F, "sinks")
     keys = sink_k + entry * (SINKS * 128), tail_k + entry * (TAIL * 128)
     values = sink_v + entry * (SINKS * 128), tail_v + entry * (TAIL * 128)
     sinks = gl.minimum(length, SINKS)
     skipped = gl.where(pages == 0, sinks, 0)
-    spans = sinks, skipped, sinks + length - pages * 128 - skipped
-    first, stride = split * TILE, splits * TILE
+    return keys, values, (sinks, skipped, sinks + length - pages * 128 - skipped)
+
+
+@gluon.jit
+def half_steps(spans, split, shares, apart):
+    """(The first of a program's tiles, how far it is to the next): all programs take turns, or those apart."""
+    first, stride = split * TILE, shares * TILE
     if apart > 0:
         first, stride = gl.where(split < shares, spans[2], (split - shares) * TILE), apart * TILE
-    k_buffers, v_buffers = buffers(F)
-    fetch_keys(keys, spans, first, head, page, have, k_buffers, F)
-    fetch_values(values, spans, first, head, page, have, v_buffers, F)
-    query, unit, row_scale = store_query(asked, scale, W, UP if get(F, "name") == "fp4" else 0)
-    meta = load_meta(head, page, F)
-    state = attend_half(
-        query, keys, values, spans, first, stride, head, page, have, k_buffers, v_buffers, row_scale, F, W
-    )  # fmt: skip
-    scales, pages = (scale, row_scale, unit), (page, meta)
+    return first, stride
+
+
+@gluon.jit
+def attend_sealed(
+    state, query, head, span, pages, k_buffers, v_buffers, levels, one, q, scales, G: gl.constexpr, F: gl.constexpr
+):
+    """The span's pages by the loop for the format and the number of heads."""
     if get(F, "name") == "fp4":
-        state = attend_half_pages(state, query, head, span, pages, k_buffers, v_buffers, (q_at, q_head), scales, G, F)
+        return attend_half_pages(state, query, head, span, pages, k_buffers, v_buffers, q, scales, G, F)
     else:
         tables = load_table(levels), load_table(levels + 32)
-        if W == 4:
-            state = attend_pages_columns(
-                state, query, head, span, pages, k_buffers, v_buffers, tables, one, (q_at, q_head), scales, G, F
-            )
+        if width(F, G) == 4:
+            return attend_pages_columns(state, query, head, span, pages, k_buffers, v_buffers, tables, one, q, scales, G, F)
         else:
-            state = attend_pages(
-                state, query, head, span, pages, k_buffers, v_buffers, tables, one, (q_at, q_head), scales, G, F
-            )
-    let_others_start()
-    finish(state, partial, stats, (row * HK + kv_head) * G, split, splits, G, W)
+            return attend_pages(state, query, head, span, pages, k_buffers, v_buffers, tables, one, q, scales, G, F)
 
 
 @gluon.jit
@@ -113,24 +126,23 @@ def store_query(query, scale, W: gl.constexpr, HIGH: gl.constexpr):
 
 
 @gluon.jit
-def attend_half(
-    query, keys, values, spans, first, stride, head, page, have, k_buffers, v_buffers, scale, F: gl.constexpr, W: gl.constexpr
-):  # fmt: skip
-    """Tiles of float16 tokens at first (fetched already), first + stride, ... Leaves the first page's copies under way."""
+def attend_half(query, tokens, steps, head, page, have, k_buffers, v_buffers, scale, F: gl.constexpr, W: gl.constexpr):
+    """Float16 tokens by `half_tokens`, `half_steps`; the first tile is fetched. Leaves the first page's copies under way."""
+    spans = tokens[2]
     state = no_tokens() if W == 0 else no_tokens_columns(W)
-    for start in range(first, spans[2], stride):
+    for start in range(steps[0], spans[2], steps[1]):
         async_copy.wait_group(1)
         if W == 0:
             s = tile_scores(query, codes_at(k_buffers, 0, F), start, spans, scale)
         else:
             s = tile_scores_columns(query, codes_at(k_buffers, 0, F), start, spans, scale)
-        fetch_keys(keys, spans, start + stride, head, page, have, k_buffers, F)
+        fetch_keys(tokens[0], spans, start + steps[1], head, page, have, k_buffers, F)
         async_copy.wait_group(1)
         if W == 0:
             state = add_tile(state, s, codes_at(v_buffers, 2, F))
         else:
             state = add_tile_columns(state, s, codes_at(v_buffers, 2, F))
-        fetch_values(values, spans, start + stride, head, page, have, v_buffers, F)
+        fetch_values(tokens[1], spans, start + steps[1], head, page, have, v_buffers, F)
     if W == 0:
         state = to_pages(state)
     return state
