@@ -20,9 +20,8 @@ from forefetch.kernels.kv_codec.formats import KvFormat
 
 ONE = 0x3C003C00  # 1.0 twice in float16
 
-SOON = (
-    32  # splits up to which kernels are launched before the one before has ended; with 66 and 128 that was slower, why is open
-)
+# Splits up to which the kernel is launched before the one before has ended. With 66 and 128 that is slower; why is open.
+SOON = 32
 
 
 class Fit(NamedTuple):
@@ -93,7 +92,6 @@ def decode_sealed(
         processors: int = torch.cuda.get_device_properties(q.device).multi_processor_count
         split = plan_split(rows, kv_heads, plan.page_table.shape[1], processors, fitting.programs)
         scratch, apart = _scratch(rows, heads, split.programs, q.device), split.apart
-    soon = scratch.splits <= SOON
     split_sealed[(scratch.splits, rows * kv_heads)](
         *(q, kv.pages.view(torch.int32), kv.pages.view(torch.float16), kv.pages),
         *(plan.page_table, plan.sealed, plan.lengths, plan.tail, kv.tail_k, kv.tail_v, kv.sink_k, kv.sink_v),
@@ -103,9 +101,9 @@ def decode_sealed(
         *(kv_heads, heads // kv_heads, kv.tail_k.shape[2], format),
         num_warps=1,
         maxnreg=fitting.registers,
-        launch_pdl=soon,
+        launch_pdl=scratch.splits <= SOON,
     )
-    merge(scratch, out, soon)
+    merge(scratch, out, soon=True)
     return out
 
 
