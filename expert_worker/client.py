@@ -19,6 +19,7 @@ from expert_worker.core import WorkerInfo
 from expert_worker.links import GrpcLink, Link, LocalLink, ShmLink
 from expert_worker.loading import load
 from expert_worker.p2p_link import Lane, open_lane
+from expert_worker.twin import TwinLink
 from forefetch import rpc, shm, wire
 from forefetch.errors import Mismatch, Unavailable
 from forefetch.kernels import compiled
@@ -48,6 +49,7 @@ __all__ = [
     "open_lane",
     "resident",
     "resident_of",
+    "twin",
     "whole_of",
 ]
 
@@ -94,6 +96,17 @@ def connect(
     except BaseException:
         channel.close()
         raise
+
+
+def twin(connect: Callable[[], Link]) -> Link:
+    """Two links that `connect` makes as one that carries two calls at a time. Raises what that raises, or Unavailable."""
+    first = connect()
+    try:
+        second = connect()
+    except BaseException:
+        first.close()
+        raise
+    return TwinLink(first, second)
 
 
 def local(config: ExpertConfig) -> Link:

@@ -59,6 +59,24 @@ class StepBatch:
         """Decode rows and prompt rows, padding included."""
         return self.decodes, len(self.token_ids) - self.decodes
 
+    def part(self, first: int, count: int) -> StepBatch:
+        """Rows first .. first + count of a step that only decodes, as a step. Real rows come first in each, as in the whole."""
+        rows, decodes = slice(first, first + count), max(0, min(count, self.decodes - first))
+        return replace(
+            self,
+            tokens=max(0, min(count, self.tokens - first)),
+            decodes=decodes,
+            token_ids=self.token_ids[rows],
+            positions=self.positions[rows],
+            slots=self.slots[rows],
+            page_table=self.page_table[rows],
+            lengths=self.lengths[rows],
+            lanes=self.lanes[rows],
+            loaded=self.loaded[rows],
+            paged=None if self.paged is None else PagedPlan(self.paged.table[rows], self.paged.lengths[rows]),
+            held=None if self.held is None else self.held[:, rows],
+        )
+
     def without(self, rows: Collection[int]) -> StepBatch:
         """What `Cache.commit` sees of the step without some of its decode rows."""
         kept = [row for row in range(len(self.lengths)) if row not in rows]

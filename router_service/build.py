@@ -297,21 +297,21 @@ def _connector(
             shard=addresses.index("local"),
             shards=len(addresses),
         )
-    tls = rpc.tls_of(config)
+    connect = partial(
+        expert.connect,
+        link="auto" if p2p else config.link,
+        digest=checkpoint.digest,
+        hidden=spec.hidden_size,
+        dtype=placement.dtype,
+        max_rows=config.max_step_tokens + (max(config.buckets("cuda"), default=0) if p2p else 0),
+        tls=rpc.tls_of(config),
+        timeout_s=5.0,
+        experts=config.rounding,
+    )
 
     def connected(address: str) -> expert.Link:
         if local is not None and address == "local":
             return expert.local(local)
-        return expert.connect(
-            address,
-            link="auto" if p2p else config.link,
-            digest=checkpoint.digest,
-            hidden=spec.hidden_size,
-            dtype=placement.dtype,
-            max_rows=config.max_step_tokens + (max(config.buckets("cuda"), default=0) if p2p else 0),
-            tls=tls,
-            timeout_s=5.0,
-            experts=config.rounding,
-        )
+        return expert.twin(lambda: connect(address)) if config.halves() else connect(address)
 
     return connected

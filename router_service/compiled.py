@@ -25,6 +25,7 @@ from router_service.batch import StepBatch
 from router_service.cache import KvCache
 from router_service.layers import Layer
 from router_service.trunk import Experts, Observer, Trunk
+from router_service.turns import halved, in_turns
 from router_service.workers import Worker, Workers
 
 if TYPE_CHECKING:
@@ -43,15 +44,18 @@ class Local:
 
 
 class CompiledTrunk:
-    """`max_rows`: most rows of a decode step. `local`: where experts are in this process; then a step is one call."""
+    """`max_rows`: most rows of a decode step. `local`: where experts are in this process; then a step is one call.
+
+    halves_from: from so many rows on steps over wires run in two halves that take turns (`turns`); 0: never.
+    """
 
     ahead = False  # a step is over when it returns
 
-    def __init__(self, trunk: Trunk, max_rows: int, workers: Workers, local: Local | None) -> None:
+    def __init__(self, trunk: Trunk, max_rows: int, workers: Workers, local: Local | None, halves_from: int = 0) -> None:
         self.trunk, self.cache, self.max_rows = trunk, trunk.cache, max_rows
         self.weights, self.model = Weights(trunk), _model(trunk)
         self.buffers = _buffers(self.model, max_rows)
-        self._workers, self._local = workers, local
+        self._workers, self._local, self._halves_from = workers, local, halves_from
         self._experts = experts = local.experts.room(max_rows) if local else None
         model, buffers = self.model, self.buffers
         # Workers in other processes need a core while this one computes.
@@ -82,6 +86,8 @@ class CompiledTrunk:
         if batch.decodes < count or count > self.max_rows:
             return self.trunk.forward(batch, experts, stamps, observer)
         front = Front(self, batch)
+        if self._local is None and halved(batch, observer, self._halves_from):
+            return in_turns(self.trunk, batch, experts, stamps, lambda part: Front(self, part), front.logits)
         if self._local is None or observer is not None:
             return self.trunk.forward(batch, experts, stamps, observer, front)
         self.buffers.x[:count] = self.trunk.embedded(batch).numpy()

@@ -63,6 +63,12 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
         """link p2p: decode steps of at least so many rows, padding included, cross in two halves that take turns: one's
         attention runs while the workers evaluate the other's experts, whose weights are then read twice. 0: never.""",
     )
+    halves_from: int = setting(
+        0,
+        """links shm and grpc: decode steps of at least so many rows cross in two halves that take turns, as over p2p; a
+        worker then has two connections to the router, and experts that both halves choose are read twice. It pays where
+        workers do not compute on the router's cores. Steps that heads watch (--hints) are not divided. 0: never.""",
+    )
     slots: str = setting(
         "100%",
         """Device slots of the local worker: a share of its experts, or a count. Ignored when --workers names
@@ -267,8 +273,8 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
         self.kv_addresses()
 
     def _check_p2p(self) -> None:
-        if self.p2p_halves_from < 0 or self.p2p_halves_from == 1:
-            raise ConfigError("--p2p-halves-from: must be 0 or at least 2")
+        if any(rows < 0 or rows == 1 for rows in (self.p2p_halves_from, self.halves_from)):
+            raise ConfigError("--p2p-halves-from, --halves-from: must be 0 or at least 2")
         if self.link == "p2p" and self.workers == "local":
             raise ConfigError("--link p2p: name the --workers; the local one needs no link")
         if self.link == "p2p" and self.miss == "shadow":
@@ -287,6 +293,10 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
         if any(not part.isdecimal() for part in parts):
             raise ConfigError("--kv-exempt-layers: must be numbers of layers like 0,5")
         return frozenset(map(int, parts))
+
+    def halves(self) -> int:
+        """From how many rows on steps cross links in halves; 0 where none do."""
+        return 0 if "local" in (self.workers, *self.addresses()) or self.link == "p2p" else self.halves_from
 
     def buckets(self, device: str) -> tuple[int, ...]:
         """The row counts that steps are padded to on `device`; empty: no padding."""

@@ -7,8 +7,10 @@ they are added in worker order, which makes the sum repeatable.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -42,8 +44,7 @@ class Dispatch:
     def __init__(self, workers: Workers, timeout_s: float) -> None:
         self.workers, self.timeout_s = workers, timeout_s
         self.chosen: Ints = np.empty((0, 0), dtype=np.int64)  # [T, K] of the last send, without padding
-        self._sent: list[Sent] = []
-        self._tokens = 0
+        self._sent: deque[list[Sent]] = deque()  # by send, oldest first: one, or two of a step in halves
         self._load = np.zeros_like(workers.load)  # [L, E] pairs of the step under way
 
     def begin(self) -> None:
@@ -55,8 +56,11 @@ class Dispatch:
         self.workers.load += self._load
 
     def send(self, batch: StepBatch, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """x [T, H], ids [T, K], weights [T, K] f32: submits each worker's rows. LinkDown when a link breaks."""
-        self._tokens = batch.tokens
+        """x [T, H], ids [T, K], weights [T, K] f32: submits each worker's rows. LinkDown when a link breaks.
+
+        Where links are twins, a second time before `add`, which takes the older one's replies.
+        """
+        self._sent.append([])
         host_ids, host_weights = _to_host(ids[: batch.tokens], weights[: batch.tokens])
         self.chosen = host_ids
         owner = self._owners(layer, host_ids)
@@ -93,7 +97,7 @@ class Dispatch:
         assert link is not None
         sent = Sent(worker, link, rows, len(call.x))
         self._guard(worker, lambda: link.submit(call))
-        self._sent.append(sent)
+        self._sent[-1].append(sent)
         worker.calls += 1
         worker.pairs += len(call.pair_row)
 
@@ -102,11 +106,10 @@ class Dispatch:
 
         Returns the longest time that a worker reports for its part, nanoseconds.
         """
-        slowest = 0
-        while self._sent:
-            sent = self._sent[0]
+        slowest, oldest = 0, self._sent[0]
+        while oldest:
+            sent = oldest.pop(0)
             reply = self._guard(sent.worker, lambda link=sent.link: link.collect(self.timeout_s))  # type: ignore[misc]
-            self._sent.pop(0)
             self._add_rows(out, sent, reply)
             parts = (reply.queue_ns, reply.copy_wait_ns, reply.compute_ns)
             stamps.call(layer, sent.worker.index, sent.count, reply.round_trip_ns, *parts)
@@ -115,12 +118,13 @@ class Dispatch:
             stamps.verified(layer, sent.worker.index, *found, *moved, reply.shadowed)
             sent.worker.copies |= bool(reply.hits or reply.late or reply.misses)
             slowest = max(slowest, sum(parts))
+        self._sent.popleft()
         return slowest
 
     def _add_rows(self, out: torch.Tensor, sent: Sent, reply: LayerReply) -> None:
         rows = reply.rows.to(device=out.device, dtype=out.dtype)
         if sent.rows is None:
-            out[: self._tokens] += rows
+            out[: sent.count] += rows
         else:
             out.index_add_(0, sent.rows, rows)
 
@@ -129,11 +133,10 @@ class Dispatch:
         try:
             return action()
         except LinkDown as error:
-            self._sent = [sent for sent in self._sent if sent.worker is not worker]
+            self._sent = deque([sent for sent in each if sent.worker is not worker] for each in self._sent)
             self._abandon(worker.index, str(error))
             raise AssertionError("unreachable") from error
         except ForefetchError:
-            self._sent = [sent for sent in self._sent if sent.worker is not worker]
             self._settle()
             raise
 
@@ -144,12 +147,14 @@ class Dispatch:
 
     def _settle(self) -> None:
         """Reads and drops the replies that are still due; a link that cannot deliver is lost as well."""
-        for sent in self._sent:
+        for sent in chain.from_iterable(self._sent):
+            if sent.worker.link is not sent.link:
+                continue  # lost by now
             try:
                 sent.link.collect(self.timeout_s)
             except ForefetchError as error:
                 self.workers.lost(sent.worker.index, str(error))
-        self._sent = []
+        self._sent.clear()
 
 
 def _to_host(ids: torch.Tensor, weights: torch.Tensor) -> tuple[Ints, npt.NDArray[np.float32]]:

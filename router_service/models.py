@@ -19,6 +19,7 @@ from router_service.layouts import LayoutBuffers
 from router_service.p2p import Attached, LaneTrunk, Opener
 from router_service.p2p_decoder import LaneExperts, step_shape
 from router_service.trunk import Model, Trunk
+from router_service.turns import TurnTrunk
 from router_service.workers import Workers
 
 log = logging.getLogger("forefetch.router")
@@ -33,17 +34,23 @@ def model(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterCo
         return captured(trunk, buffers, workers, config, hints)
     if not kernels.available():
         log.warning("Numba is not installed: steps take several times as long as they could (pip install 'forefetch[cpu]')")
-        return trunk
+        return in_halves(trunk, config)
     from router_service.compiled import CompiledTrunk, Local, takes  # brings Numba
 
     if not takes(trunk):
-        return trunk
+        return in_halves(trunk, config)
     experts = expert.whole_of(workers.rows[0].link) if len(workers.rows) == 1 else None
-    fast = CompiledTrunk(trunk, config.max_batch, workers, Local(workers.rows[0], experts) if experts else None)
+    local = Local(workers.rows[0], experts) if experts else None
+    fast = CompiledTrunk(trunk, config.max_batch, workers, local, config.halves())
     with rpc.loading("compiled kernels") as on_progress:
         fast.warm_up(observed=config.hints not in {"auto", "off"})
         on_progress(1, 1)
     return fast
+
+
+def in_halves(trunk: Trunk, config: RouterConfig) -> Model:
+    """The trunk, its decode steps in two halves if the configuration has them."""
+    return TurnTrunk(trunk, config.halves()) if config.halves() else trunk
 
 
 def captured(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterConfig, hints: Hints | None) -> Model:
@@ -55,7 +62,7 @@ def captured(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: Route
     if experts is None or not isinstance(buffers, LayoutBuffers):
         if isinstance(buffers, LayoutBuffers):
             buffers.unrecorded()
-        return trunk
+        return in_halves(trunk, config)
     recorded = CapturedTrunk(trunk, experts, buffers)
     if hints is not None and experts.moves:
         heads = RecordedHeads(hints.record())

@@ -8,14 +8,13 @@ undivided step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from forefetch.kernels.attention import PagedPlan
 from forefetch.kernels.norm import add_rms_norm
 from forefetch.p2p.lane import Step
 from forefetch.spec import ModelSpec
@@ -190,7 +189,7 @@ class LaneDecoder(Decoder):
 
     def _begin(self, batch: StepBatch, first: int, count: int) -> _Half:
         spec, trunk = self.spec, self.trunk
-        part = cut(batch, first, count)
+        part = batch.part(first, count)
         cos, sin = trunk.rope.tables(part.positions, trunk.dtype)
         x = trunk.embedding[part.token_ids]
         if spec.embedding_multiplier != 1.0:
@@ -221,23 +220,3 @@ def step_shape(layout: tuple[int, int], halves_from: int) -> Step:
     """How a layout (decode rows, prompt rows) crosses lanes: in halves if it only decodes, from so many rows on (0: never)."""
     decodes, prompt = layout
     return Step(decodes + prompt, 2 if halves_from and not prompt and decodes >= halves_from else 1)
-
-
-def cut(batch: StepBatch, first: int, count: int) -> StepBatch:
-    """Rows first .. first + count of a step that only decodes, as a step. Real rows come first in each, as in the whole."""
-    assert batch.paged is not None
-    rows = slice(first, first + count)
-    return replace(
-        batch,
-        tokens=max(0, min(count, batch.tokens - first)),
-        decodes=count,
-        token_ids=batch.token_ids[rows],
-        positions=batch.positions[rows],
-        slots=batch.slots[rows],
-        page_table=batch.page_table[rows],
-        lengths=batch.lengths[rows],
-        lanes=batch.lanes[rows],
-        loaded=batch.loaded[rows],
-        paged=PagedPlan(batch.paged.table[rows], batch.paged.lengths[rows]),
-        held=None if batch.held is None else batch.held[:, rows],
-    )

@@ -37,19 +37,24 @@ class FakeLink:
     closed: bool = False
     hints_dropped: int = 0
     open_calls: int = 0
+    most: int = 1
+    refuse: bool = False
 
     def submit(self, call: LayerCall) -> None:
         if self.die_on == "submit":
             raise LinkDown(-1, "gone")
-        assert self.open_calls == 0, "one call at a time"
+
+        assert self.open_calls < self.most, "more calls at a time than agreed"
         self.open_calls += 1
         self.calls.append(call)
 
     def collect(self, timeout_s: float) -> LayerReply:
         if self.die_on == "collect":
             raise LinkDown(-1, "gone")
+        call = self.calls[-self.open_calls]
         self.open_calls -= 1
-        call = self.calls[-1]
+        if self.refuse:
+            raise Mismatch("no")
         rows = torch.zeros_like(call.x)
         value = call.pair_weight * (call.pair_expert + 1)
         rows.index_add_(0, call.pair_row.long(), value[:, None].expand(-1, rows.shape[1]).contiguous())
@@ -133,6 +138,37 @@ def test_a_lost_worker_leaves_the_other_links_clean(spec: ModelSpec, where: str)
     dispatch.add(out, LAYER, stamps)
     assert out[:, 0].tolist() == [6.0, 15.0]
     assert workers.rows[1].reconnects == 1
+    workers.close()
+
+
+@pytest.mark.parametrize("fault", ["", "die", "refuse"])
+def test_two_halves_are_taken_back_in_their_order(spec: ModelSpec, fault: str) -> None:
+    links = shards(spec, 2)
+    for link in links:
+        link.most = 2
+    workers = table(spec, links)
+    dispatch = Dispatch(workers, timeout_s=1.0)
+    halves = [(torch.tensor([[0, 1]]), 1), (torch.tensor([[2, 3], [3, 4]]), 2)]
+    outs, stamps = [torch.zeros(count, spec.hidden_size) for _, count in halves], StepRing(2, spec.layers, 2).begin(7, 0)
+    for ids, count in halves:
+        dispatch.send(batch(count), LAYER, torch.ones(count, spec.hidden_size), ids, torch.ones(count, 2))
+    assert [link.open_calls for link in links] == [2, 2]
+    if fault:
+        links[1].die_on, links[1].refuse = ("collect", False) if fault == "die" else ("", True)
+        with pytest.raises(LinkDown if fault == "die" else Mismatch):
+            dispatch.add(outs[0], LAYER, stamps)
+        assert links[0].open_calls == 0, "nothing is left on the other link"
+        if fault == "die":
+            links[1].die_on, links[1].open_calls = "", 0
+        links[1].refuse = False
+        assert links[1].open_calls == 0
+        workers.wait_complete(5.0)
+        outs = [torch.zeros_like(out) for out in outs]
+        for ids, count in halves:
+            dispatch.send(batch(count), LAYER, torch.ones(count, spec.hidden_size), ids, torch.ones(count, 2))
+    for out in outs:
+        dispatch.add(out, LAYER, stamps)
+    assert [out[:, 0].tolist() for out in outs] == [[3.0], [7.0, 9.0]]
     workers.close()
 
 
