@@ -79,6 +79,9 @@ class TurnTrunk:
             self.trunk, batch, experts, stamps, lambda part: Written(self.trunk, part, experts, stamps), whole.logits
         )
 
+    def confirm(self, step: int) -> None:
+        """See Model; `forward` has waited for the workers."""
+
     def timed(self, step: int, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
         """See Model."""
         return self.trunk.timed(step, stamps, began_ns, forwarded_ns, ended_ns)
