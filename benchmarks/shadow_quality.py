@@ -2,10 +2,10 @@
 
     python -m benchmarks.shadow_quality [--model models/reference] [--tokens 1024] [--window 512] [--slots 25 50 75] [--write]
 
-Each layer has a worker's `ShadowedExperts` of its own with a share of slots, and meets a window's tokens one after the other, as in
-decoding at one stream; no hints, so this is the worst share of absent experts. Between tokens what was missed comes in, or is not
-worth it. Compared in one run: everything exact; everything from shadows (`--experts int4`). Perplexity relative to exact, one
-standard error, greedy agreement, and the share of experts that were shadowed.
+Each layer has a worker's `ShadowedExperts` of its own with a share of slots, and meets a window's tokens one by one, as in
+decoding at one stream; no hints, so this is the worst share of absent experts. Between tokens what was missed comes in, or is
+not worth it. Compared in one run: everything exact; everything from shadows (`--experts int4`). Perplexity relative to exact,
+one standard error, greedy agreement, and the share of experts that were shadowed.
 """
 
 from __future__ import annotations

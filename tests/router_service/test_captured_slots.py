@@ -25,9 +25,9 @@ WIDE = Case("qwen3-wide", "qwen3_moe", {**CASES["qwen3"].config, "moe_intermedia
 
 
 class SlotsRig(Rig):
-    """A Rig whose recorded steps have `slots` slots for their 24 experts."""
+    """A Rig whose recorded steps have `slots` slots for their 24 experts. Steps with prompts are recorded too if `prompts`."""
 
-    def __init__(self, folder: Path, slots: int, recorder: Recorder | None, on: str) -> None:
+    def __init__(self, folder: Path, slots: int, recorder: Recorder | None, on: str, prompts: bool) -> None:
         super().__init__(folder, on=on)
         device = torch.device(on)
         sizes = {"max_tokens": 64, "max_batch": 4, "max_pages": 16, "page_size": PAGE}
@@ -41,8 +41,10 @@ class SlotsRig(Rig):
         self.trunk.see = heads.see  # type: ignore[attr-defined]
         if recorder is None:
             self.trunk.warm_up()  # type: ignore[attr-defined]
+            steps = self.trunk._steps  # type: ignore[attr-defined]
+            self.trunk._steps = {layout: step for layout, step in steps.items() if prompts or not layout[1]}  # type: ignore[attr-defined]
         else:  # what is not replayed is not recorded here: the interpreter is slow
-            for layout in ((4, 0), (4, 64)):
+            for layout in ((4, 0), (4, 64))[: 1 + prompts]:
                 self.trunk._steps[*layout, False] = self.trunk._recorded(self.buffers.idle(*layout), False)  # type: ignore[attr-defined]
 
 
@@ -52,23 +54,27 @@ def lazily(step: object) -> Replay:
 
 
 @pytest.mark.parametrize(
-    ("on", "slots", "count"),
+    ("on", "slots", "count", "prompts"),
     [
-        pytest.param("cpu", 5, 3, marks=INTERPRETED),
-        pytest.param("cuda", 5, 24, marks=GPU),
-        pytest.param("cuda", 12, 24, marks=GPU),
+        pytest.param("cpu", 5, 3, False, marks=INTERPRETED),
+        pytest.param("cuda", 5, 24, True, marks=GPU),
+        pytest.param("cuda", 12, 24, False, marks=GPU),
     ],
 )
-def test_tokens_are_the_oracles(on: str, slots: int, count: int, tmp_path: Path) -> None:
+def test_tokens_are_the_oracles(on: str, slots: int, count: int, prompts: bool, tmp_path: Path) -> None:
+    """Also where only decode steps are recorded, and prompts' steps move the same experts from the host."""
     folder = build(WIDE, tmp_path)
     oracle, prompt = Oracle(folder), CASES["qwen3"].prompt
-    rig = SlotsRig(folder, slots, None if on == "cuda" else lazily, on)
+    rig = SlotsRig(folder, slots, None if on == "cuda" else lazily, on, prompts)
     rig.steps = 1  # the first of every 32 is marked
-    prompts = [prompt[:5], prompt[:7]] if on == "cpu" else [prompt, prompt[:7], prompt[:9]]
-    requests = [rig.add(p, max_tokens=count) for p in prompts]
+    texts = [prompt[:5], prompt[:7]] if on == "cpu" else [prompt, prompt[:7], prompt[:9]]
+    requests = [rig.add(p, max_tokens=count) for p in texts]
+    replayed = []
     while rig.step() is not None:
-        assert rig.trunk._ran[(rig.steps - 1) % 2].replayed  # type: ignore[attr-defined]
-    for p, request in zip(prompts, requests, strict=True):
+        replayed.append(rig.trunk._ran[(rig.steps - 1) % 2].replayed)  # type: ignore[attr-defined]
+    assert replayed[0] == prompts
+    assert all(replayed[1 - count :])
+    for p, request in zip(texts, requests, strict=True):
         assert request.tokens[len(p) :] == oracle.greedy(p, count)
     found = dict(zip(COUNTERS, rig.few.counters.tolist(), strict=True))
     assert found["brought"] > 0
