@@ -129,7 +129,7 @@ def one(args: argparse.Namespace, kind: Any, batch: int, link: float, wait: Call
             found = dict(zip(COUNTERS, steps.experts.state.counters.tolist(), strict=True))
             needed = sum(found[what] for what in ("hits", "late", "misses", "resident")) or 1
             there = (found["hits"] + found["resident"]) / needed
-            late = found["absent"]  # read in place
+            late = 0 if isinstance(steps.experts, OnDemand) else found["absent"]  # read in place
             busy = steps.experts.expert_bytes * (found["brought"] + late) / args.steps / link
             line += f"  there {there:6.1%} late {found['late'] / needed:5.1%} miss {found['misses'] / needed:5.1%}"
             line += f"  brought {found['brought'] / args.steps:5.1f}/step  looks {found['waits'] / args.steps:5.0f}"
