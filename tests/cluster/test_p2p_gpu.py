@@ -5,6 +5,9 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -25,25 +28,36 @@ SEALED = ("--kv-format=e2m0", "--page-size=128", "--kv-memory-mb=64")  # pages a
 FLAGS = (*SMALL, *SEALED, *FLOAT32, "--worker-grace-s=60", "--p2p-halves-from=4", "--batch-buckets=1,2,4", "--max-batch=4")
 
 
-def cluster_of(**changes: str) -> Cluster:
-    config = ClusterConfig(model=MODEL, allow_synthetic=True, kv=False, port=0, start_s=120.0, **changes)  # type: ignore[arg-type]
+def cluster_of(**changes: Any) -> Cluster:
+    config = ClusterConfig(model=MODEL, allow_synthetic=True, kv=False, port=0, start_s=120.0, **changes)
     return Cluster.start(config, extra=Extra(router=FLAGS, worker=FLOAT32))
 
 
+WAYS = {"one GPU": {"link": "local", "device": "cuda:0"}, "apart": {"gpus": "0,1"}, "spread": {"gpus": "0,1", "spread": True}}
+
+
 @pytest.fixture(scope="module")
-def expected() -> list[int]:
+def clusters() -> Iterator[dict[str, Cluster]]:
+    """All started at once: compiling kernels takes most of the time."""
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        starting = {name: pool.submit(cluster_of, **changes) for name, changes in WAYS.items()}
+        for started in starting.values():
+            started.add_done_callback(lambda done: done.exception() or stack.callback(done.result().stop, 0.0))
+        yield {name: started.result() for name, started in starting.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(clusters: dict[str, Cluster]) -> list[int]:
     """Greedy tokens of one GPU."""
-    with cluster_of(link="local", device="cuda:0") as cluster:
-        router = Router(cluster.address)
-        tokens = router.generate(PROMPT, LONG).tokens
-        router.close()
-        return tokens
+    router = Router(clusters["one GPU"].address)
+    tokens = router.generate(PROMPT, LONG).tokens
+    router.close()
+    return tokens
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with cluster_of(gpus=",".join(map(str, range(min(3, torch.cuda.device_count()))))) as cluster:
-        yield cluster
+@pytest.fixture(scope="module", params=["apart", "spread"])
+def cluster(clusters: dict[str, Cluster], request: pytest.FixtureRequest) -> Cluster:
+    return clusters[request.param]
 
 
 @pytest.fixture
