@@ -1,8 +1,11 @@
-"""Split-K products: of few rows with the whole share of the weight in registers, of up to 64, padded, in steps on tensor cores.
+"""Split-K products: of few rows with the whole share of the weight in registers, of more, padded, in steps on tensor cores.
 
 A weight is constant, so a program may load it before it waits for the kernel whose rows it multiplies (programmatic dependent
 launch): the copy from memory runs while a norm or a merge still does. That is worth most for one row. Asking for lines of the
 L2 cache instead, for the own share or for the weight of a later product, made things slower (benchmarks/LOG.md).
+
+A weight is [K, N] as it is kept, or [N, K] in 8 bits (`rounded.py`), whose codes become x's type in registers, exactly, and whose
+scales multiply float32 sums.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forefetch.kernels.few_rows.rounded import Rounded
 from forefetch.kernels.pdl import early
 
 MOST_ROWS = 64
@@ -21,22 +25,22 @@ MOST_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`shares` of K, each in steps of `depth`; `columns` per program. `stages` 0: the whole share at once, and `rows` of x per
-    program instead of all."""
+    """`shares` of K, each in steps of `depth`; `columns` per program. `stages` 0: the whole share at once, `rows` of x per
+    program. -1: the same on tensor cores. Else `rows` per program, 0: all of them."""
 
     shares: int
     columns: int
     depth: int
     stages: int
     warps: int = 4
-    rows: int = 1
+    rows: int = 0
 
 
 def plan(rows: int, inner: int, outer: int) -> Plan | None:
     """How [rows, inner] x [inner, outer] is cut; None: cuBLAS is as fast. As measured on an H200 for 2,048 x 5,120 and 4,096 x
     2,048."""
     if rows == 1:
-        found = Plan(inner // 512, 64, 512, 0, 8) if inner >= 4096 else Plan(inner // 256, 64, 256, 0)
+        found = Plan(inner // 512, 64, 512, 0, 8, 1) if inner >= 4096 else Plan(inner // 256, 64, 256, 0, 4, 1)
     elif rows <= 16:
         found = Plan(inner // 512, 128, 128, 3, 8)
     else:
@@ -55,11 +59,17 @@ def gate_plan(rows: int, outer: int, inner: int) -> Plan | None:
     return found if fits and inner >= 1024 else None
 
 
-def product(x: Tensor, weight: Tensor, plan: Plan) -> Tensor:
+def product(x: Tensor, weight: Tensor | Rounded, plan: Plan) -> Tensor:
     """See the package. ValueError for what is not contiguous."""
     (rows, inner), outer = x.shape, weight.shape[1]
-    _check(x, weight, inner, weight.shape[0])
-    out = torch.empty((plan.shares, rows, outer), dtype=torch.float32, device=x.device)
+    shape = (plan.shares, rows, outer)
+    if isinstance(weight, Rounded):
+        _check(x, weight.codes, inner, weight.shape[0], x.dtype)
+        out = torch.empty(shape, dtype=torch.float32 if plan.shares > 1 else x.dtype, device=x.device)
+        _launch(x, weight.codes, out, (plan.columns * inner, 1, inner), plan, weight.scales)
+        return out if plan.shares > 1 else out[0]
+    _check(x, weight, inner, weight.shape[0], weight.dtype)
+    out = torch.empty(shape, dtype=torch.float32, device=x.device)
     _launch(x, weight, out, (plan.columns, outer, 1), plan)
     return out
 
@@ -67,70 +77,123 @@ def product(x: Tensor, weight: Tensor, plan: Plan) -> Tensor:
 def gate(x: Tensor, weight: Tensor, plan: Plan) -> Tensor:
     """See the package. ValueError for what is not contiguous."""
     (rows, inner), outer = x.shape, weight.shape[0]
-    _check(x, weight, inner, weight.shape[1])
+    _check(x, weight, inner, weight.shape[1], weight.dtype)
     out = torch.empty((rows, outer), dtype=x.dtype, device=x.device)
     _launch(x, weight, out, (plan.columns * inner, 1, inner), plan)
     return out
 
 
-def _check(x: Tensor, weight: Tensor, inner: int, found: int) -> None:
-    if inner != found or x.dtype != weight.dtype or not (x.is_contiguous() and weight.is_contiguous()):
+def _check(x: Tensor, weight: Tensor, inner: int, found: int, dtype: torch.dtype) -> None:
+    if inner != found or x.dtype != dtype or not (x.is_contiguous() and weight.is_contiguous()):
         raise ValueError(f"rows {tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} {weight.dtype} do not fit")
 
 
-def _launch(x: Tensor, weight: Tensor, out: Tensor, strides: tuple[int, int, int], plan: Plan) -> None:
+def _launch(
+    x: Tensor, weight: Tensor, out: Tensor, strides: tuple[int, int, int], plan: Plan, scales: Tensor | None = None
+) -> None:
     """`strides` of the weight: from tile to tile of columns, along K, along columns."""
     (rows, inner), outer = x.shape, out.shape[-1]
-    grid, form = [outer // plan.columns, plan.shares], {"num_warps": plan.warps, "num_stages": max(1, plan.stages), **early(x)}
+    form = {"num_warps": plan.warps, "num_stages": max(1, plan.stages), **early(x)}
     where = {"BY_TILE": strides[0], "BY_K": strides[1], "BY_COLUMN": strides[2], "COLUMNS": plan.columns}
-    sizes = {"K": inner, "N": outer, "EACH": inner // plan.shares}
-    if plan.stages:
-        padded = max(16, triton.next_power_of_2(rows))
-        _steps[tuple(grid)](x, weight, out, rows, **sizes, **where, M=padded, DEPTH=plan.depth, **form)
+    sizes = {"K": inner, "N": outer, "EACH": inner // plan.shares, "SCALED": scales is not None}
+    each = plan.rows or max(16, triton.next_power_of_2(rows))
+    grid = triton.cdiv(outer, plan.columns), plan.shares, triton.cdiv(rows, each)
+    tensors = (x, weight, weight if scales is None else scales, out, rows)
+    if plan.stages > 0:
+        _steps[grid](*tensors, **sizes, **where, M=each, DEPTH=plan.depth, **form)
+    elif plan.stages < 0:
+        _split[grid](*tensors, **sizes, **where, M=each, DEPTH=plan.depth, **form)
     else:
-        _whole[(*grid, triton.cdiv(rows, plan.rows))](x, weight, out, rows, **sizes, **where, ROWS=plan.rows, **form)
+        _whole[grid](*tensors, **sizes, **where, ROWS=each, **form)
+
+
+@triton.jit
+def _block(weight, tile, k, n, N: tl.constexpr, BY_TILE: tl.constexpr, BY_K: tl.constexpr, BY_COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
+    at = weight + tile.to(tl.int64) * BY_TILE + k.to(tl.int64)[:, None] * BY_K + n[None, :] * BY_COLUMN
+    if N % COLUMNS == 0:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(tile * COLUMNS + n < N)[None, :], other=0)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _whole(
-    x, weight, out, rows,
-    K: tl.constexpr, N: tl.constexpr, EACH: tl.constexpr, BY_TILE: tl.constexpr, BY_K: tl.constexpr,
+    x, weight, scales, out, rows,
+    K: tl.constexpr, N: tl.constexpr, EACH: tl.constexpr, SCALED: tl.constexpr, BY_TILE: tl.constexpr, BY_K: tl.constexpr,
     BY_COLUMN: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of columns, share of K, block of rows): all of its weight is on the way before it waits. Float32 sums."""
     tile, share, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * ROWS
     n, k = tl.arange(0, COLUMNS), share * EACH + tl.arange(0, EACH)
+    column = tile * COLUMNS + n
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    columns = tl.load(weight + tile.to(tl.int64) * BY_TILE + k.to(tl.int64)[:, None] * BY_K + n[None, :] * BY_COLUMN)
+    columns = _block(weight, tile, k, n, N, BY_TILE, BY_K, BY_COLUMN, COLUMNS)
+    if SCALED:
+        scale = tl.load(scales + column, mask=column < N, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for each in tl.static_range(ROWS):
         row = first + each
         values = tl.load(x + row * K + k, mask=(k < K) & (row < rows), other=0.0).to(tl.float32)
         total = tl.sum(columns.to(tl.float32) * values[:, None], 0)
-        to = out + (share * rows + row) * N + tile * COLUMNS + n
-        tl.store(to, total.to(out.dtype.element_ty), mask=(n < COLUMNS) & (row < rows))
+        if SCALED:
+            total *= scale
+        to = out + (share * rows + row) * N + column
+        tl.store(to, total.to(out.dtype.element_ty), mask=(column < N) & (row < rows))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _split(
+    x, weight, scales, out, rows,
+    K: tl.constexpr, N: tl.constexpr, EACH: tl.constexpr, SCALED: tl.constexpr, BY_TILE: tl.constexpr, BY_K: tl.constexpr,
+    BY_COLUMN: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same on tensor cores: pieces of DEPTH of K by different warps, whose sums are added at the end."""
+    tile, share, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    PIECES: tl.constexpr = EACH // DEPTH
+    c, m, n, k = tl.arange(0, PIECES), block * M + tl.arange(0, M), tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    column = tile * COLUMNS + n
+    inner = share * EACH + c[:, None] * DEPTH + k[None, :]  # [C, DEPTH]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    at = weight + tile.to(tl.int64) * BY_TILE + inner[:, :, None] * BY_K + n[None, None, :] * BY_COLUMN
+    columns = tl.load(at, mask=(column < N)[None, None, :], other=0)
+    if SCALED:
+        scale = tl.load(scales + column, mask=column < N, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    values = tl.load(x + m[None, :, None] * K + inner[:, None, :], mask=(m < rows)[None, :, None], other=0.0)
+    total = tl.sum(tl.dot(values, columns.to(x.dtype.element_ty), input_precision="ieee"), 0)
+    if SCALED:
+        total *= scale[None, :]
+    to = out + (share * rows + m[:, None]) * N + column[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (column < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _steps(
-    x, weight, out, rows,
-    K: tl.constexpr, N: tl.constexpr, EACH: tl.constexpr, BY_TILE: tl.constexpr, BY_K: tl.constexpr,
+    x, weight, scales, out, rows,
+    K: tl.constexpr, N: tl.constexpr, EACH: tl.constexpr, SCALED: tl.constexpr, BY_TILE: tl.constexpr, BY_K: tl.constexpr,
     BY_COLUMN: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of columns, share of K), in steps on tensor cores."""
-    tile, share = tl.program_id(0), tl.program_id(1)
-    m, n, k = tl.arange(0, M), tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    first, base = share * EACH, weight + tile.to(tl.int64) * BY_TILE
+    """Program (tile of columns, share of K, block of rows), in steps on tensor cores."""
+    tile, share, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    m, n, k = block * M + tl.arange(0, M), tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    first, column = share * EACH, tile * COLUMNS + n
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    if SCALED:
+        scale = tl.load(scales + column, mask=column < N, other=0.0)
+    if PDL:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([M, COLUMNS], tl.float32)
     seen = (m < rows)[:, None]
     for start in tl.range(first, first + EACH, DEPTH):
         values = tl.load(x + m[:, None] * K + start + k[None, :], mask=seen, other=0.0)
-        columns = tl.load(base + (start + k).to(tl.int64)[:, None] * BY_K + n[None, :] * BY_COLUMN)
+        columns = _block(weight, tile, start + k, n, N, BY_TILE, BY_K, BY_COLUMN, COLUMNS).to(x.dtype.element_ty)
         acc = tl.dot(values, columns, acc, input_precision="ieee")
-    at = (share * rows + m[:, None]) * N + tile * COLUMNS + n[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=seen)
+    if SCALED:
+        acc *= scale[None, :]
+    to = out + (share * rows + m[:, None]) * N + column[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=seen & (column < N)[None, :])
