@@ -1,6 +1,6 @@
 """Decode steps of a large model on one GPU, by batch, context, KV format and form of the experts, beside the byte limit.
 
-    python -m benchmarks.decode --experts int4 --kv e2m0 --batch 1,16,64 --context 4096
+    python -m benchmarks.decode --experts int4 --trunk stored,int8 --kv e2m0 --batch 1,16,64 --context 4096
     python -m benchmarks.decode --all --peer --write        (what results.csv and the README have; about 150 s on an H200)
 
 Runs the router's engine (scheduler, buffers, captured decoder, sampling, publishing) without its API, on a cache filled with
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -35,9 +36,15 @@ class Case:
     kv: str
     batch: int
     context: int
+    trunk: str = "stored"
 
     def __str__(self) -> str:
-        return f"{self.experts} experts, {self.kv} KV, batch {self.batch}, context {self.context}"
+        trunk = "" if self.trunk == "stored" else f"{self.trunk} trunk, "
+        return f"{self.experts} experts, {trunk}{self.kv} KV, batch {self.batch}, context {self.context}"
+
+    def like(self, other: Case) -> bool:
+        """Whether both can use one cache."""
+        return (self.experts, self.trunk, self.kv) == (other.experts, other.trunk, other.kv)
 
 
 def percentiles(values: list[float]) -> tuple[float, float]:
@@ -61,12 +68,11 @@ def rows_of(what: str, found: Measured, limit: float) -> list[Row]:
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[Case]:
-    """The cells asked for, so that experts change least often, then caches."""
-    for experts in arguments.experts.split(","):
-        for kv in arguments.kv.split(","):
-            for context in map(int, arguments.context.split(",")):
-                for batch in map(int, arguments.batch.split(",")):
-                    yield Case(experts, kv, batch, context)
+    """The cells asked for, so that experts change least often, then trunks, then caches."""
+    sizes = [map(int, each.split(",")) for each in (arguments.context, arguments.batch)]
+    kinds = [each.split(",") for each in (arguments.experts, arguments.trunk, arguments.kv)]
+    for experts, trunk, kv, context, batch in product(*kinds, *sizes):
+        yield Case(experts, kv, batch, context, trunk)
 
 
 def pages_of(case: Case, steps: int) -> int:
@@ -85,20 +91,23 @@ def fits(rig: Rig, case: Case, steps: int) -> bool:
 
 def sweep(rig: Rig, wanted: list[Case], arguments: argparse.Namespace, speed: float) -> Iterator[list[Row]]:
     """Measures all cells, printing as it goes; the rows of each."""
-    held: tuple[str, str] = ("", "")
+    held = ("", "", "")  # experts, trunk, cache
     for case in wanted:
         if case.experts != held[0]:
             rig.put_experts(case.experts)
-            held = (case.experts, "")
+            held = (case.experts, "", "")
             print(f"{case.experts} experts: {rig.experts.weight_bytes / 1e9:.1f} GB", flush=True)
-        alike = [c for c in wanted if (c.experts, c.kv) == (case.experts, case.kv) and fits(rig, c, arguments.steps)]
+        if case.trunk != held[1]:
+            rig.put_trunk(case.trunk)
+            held = (case.experts, case.trunk, "")
+        alike = [c for c in wanted if c.like(case) and fits(rig, c, arguments.steps)]
         if case not in alike:
             print(f"{case}: its cache does not fit", flush=True)
             continue
-        if case.kv != held[1]:
+        if case.kv != held[2]:
             most = max(pages_of(c, arguments.steps) for c in alike)
             rig.put_cache(case.kv, most, max(c.batch for c in alike) + 1)
-            held = (case.experts, case.kv)
+            held = (case.experts, case.trunk, case.kv)
         found = rig.measure(case.batch, case.context, arguments.steps, ahead=not arguments.in_turn)
         limit = rig.step_bytes(case.batch, case.context) / speed * 1e3
         (p50, p99), (latency, _) = percentiles(found.gaps), percentiles(found.latency)
@@ -132,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="synthetic:qwen3-30b-a3b")
     parser.add_argument("--experts", default="int4", help="how experts are stored: bfloat16, int8, int4")
+    parser.add_argument("--trunk", default="stored", help="how the trunk's matrices are kept: stored, int8")
     parser.add_argument("--kv", default="bfloat16", help="bfloat16, or a sealed format: e2m0, asym2, asym3, mixed, fp4")
     parser.add_argument("--batch", default="1,4,16,64")
     parser.add_argument("--context", default="4096")

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from expert_worker.client import resident
+from forefetch.kernels.few_rows import Rounded
 from forefetch.kernels.kv_codec import KvFormat, seal
 from forefetch.settings import ServiceConfig
 from forefetch.shapes import synthetic_config
@@ -87,8 +88,15 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.spec, self.checkpoint = open_model(self.model, allow_synthetic=True)
+        self.put_trunk("stored")
+
+    def put_trunk(self, kind: str) -> None:
+        """The trunk, stored or in int8, with no cache worth the name yet."""
+        self.trunk = self.cache = None  # type: ignore[assignment]
+        collect()
         nothing = KvCache(self.spec, pages=2, page_size=PAGE, dtype=self.dtype, device=self.device)
-        self.trunk = Trunk(self.spec, self.checkpoint, nothing, dtype=self.dtype, device=self.device)
+        place = {"dtype": self.dtype, "device": self.device}
+        self.trunk = Trunk(self.spec, self.checkpoint, nothing, **place, rounded=kind == "int8")  # type: ignore[arg-type]
 
     def put_experts(self, kind: Any) -> None:
         """All experts on the device, stored as `kind`."""
@@ -220,8 +228,9 @@ class Rig:
     def step_bytes(self, batch: int, context: int) -> float:
         """What a step has to read: trunk, the experts that `batch` rows with independent choices touch, K and V."""
         spec = self.spec
-        parts = [part for layer in self.trunk.layers for part in vars(layer).values() if isinstance(part, torch.Tensor)]
-        trunk = sum(part.numel() * part.element_size() for part in [*parts, self.trunk.head])
+        kinds = torch.Tensor, Rounded
+        parts = [part for layer in self.trunk.layers for part in vars(layer).values() if isinstance(part, kinds)]
+        trunk = sum(part.nbytes for part in [*parts, self.trunk.head])
         touched = spec.num_experts * (1 - (1 - spec.top_k / spec.num_experts) ** batch)
         experts = len(spec.moe_layers) * touched * self.experts.expert_bytes
         return float(trunk + experts + batch * context / PAGE * self.cache.block_bytes)

@@ -152,6 +152,7 @@ class Cluster:
             return [*place, *link, *self._extra.router]
         flags = [
             f"--experts={config.experts}",
+            f"--trunk={config.trunk}",
             f"--workers={workers}",
             f"--kv-format={config.kv_format}",
             f"--hints={config.hints}",

@@ -80,6 +80,12 @@ class ClusterConfig(Config):
         round weights, and are named in every answer as an approximation.""",
         choices=("stored", "int8", "int4"),
     )
+    trunk: str = setting(
+        "stored",
+        """How the router keeps the trunk's matrices. int8 halves what a GPU reads of them in a decode step, rounds weights, and
+        is named in every answer as an approximation.""",
+        choices=("stored", "int8"),
+    )
     hints: str = setting(
         "auto",
         """Naming the experts of later layers to workers ahead of time. auto: when that is measured to pay.

@@ -101,8 +101,8 @@ class Finish:
     """The end of an answer. `reason`: "stop_token", "stop_string" (then `stop_string` is set), "length" or "context".
 
     `text` was held back until now. `ttft_ms` and `duration_ms` are the router's, from the request's arrival there.
-    `kv_format`, `shadow_experts`, `expert_format` and `shadow_format` name approximations; "" and 0 mean that everything was
-    computed as the checkpoint says.
+    `kv_format`, `shadow_experts`, `expert_format`, `shadow_format` and `trunk_format` name approximations; "" and 0 mean that
+    everything was computed as the checkpoint says.
     `session` says what became of the session, None without one.
     """
 
@@ -118,6 +118,7 @@ class Finish:
     shadow_experts: int
     expert_format: str = ""
     shadow_format: str = ""
+    trunk_format: str = ""
     session: Session | None = None
 
 
@@ -293,6 +294,7 @@ def _finish(message: router_pb2.FinishEvent) -> Finish:
         shadow_experts=message.approximations.shadow_experts,
         expert_format=message.approximations.expert_format,
         shadow_format=message.approximations.shadow_format,
+        trunk_format=message.approximations.trunk_format,
         session=Session(session.id, session.tokens, session.saved, session.resumed_tokens) if session.id else None,
     )
 

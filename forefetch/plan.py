@@ -29,6 +29,7 @@ ELEMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 PAGE_BYTES = {"e2m0": 9_600, "asym2": 9_600, "mixed": 10_112, "asym3": 13_696, "fp4": 18_304}
 KV_FORMATS = (*ELEMENT_BYTES, *PAGE_BYTES)
 # Bytes of a weight: codes, and a float16 scale per 128 of them (forefetch/kernels/grouped_mlp/formats.py).
+TRUNK_FORMATS = ("stored", "int8")
 EXPERT_BYTES = {**ELEMENT_BYTES, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
 
 
@@ -90,6 +91,7 @@ class Wanted:
     context: int = 4096
     kv_format: str = "bfloat16"
     expert_format: str = "bfloat16"
+    trunk_format: str = "stored"
     workers: int = 0
     link: str = "local"
     slots: float | None = None
@@ -111,6 +113,8 @@ class Wanted:
             raise ConfigError(f"--kv-format: must be one of {', '.join(KV_FORMATS)}")
         if self.expert_format not in EXPERT_BYTES:
             raise ConfigError(f"--expert-format: must be one of {', '.join(EXPERT_BYTES)}")
+        if self.trunk_format not in TRUNK_FORMATS:
+            raise ConfigError(f"--trunk-format: must be one of {', '.join(TRUNK_FORMATS)}")
         if self.workers == 0 and self.link != "local":
             raise ConfigError(f"--link {self.link}: needs --workers")
         if self.workers and self.link == "local":
@@ -129,15 +133,17 @@ class Sizes:
 
 
 def sizes(spec: ModelSpec, wanted: Wanted, dtype: str = "") -> Sizes:
-    """The arithmetic of shapes. Letters as in ARCHITECTURE.md."""
+    """The arithmetic of shapes. Letters as in ARCHITECTURE.md. `dtype`: what a device keeps the trunk in, multiplied out."""
     element = ELEMENT_BYTES[dtype or spec.dtype]
+    rounded = wanted.trunk_format == "int8"
+    matrix = 1.0 if rounded and not dtype else element  # and a scale per output, which is nothing
     hidden, moe = spec.hidden_size, len(spec.moe_layers)
-    attention = 2 * hidden * spec.heads * spec.head_dim + 2 * hidden * spec.kv_heads * spec.head_dim + 2 * hidden
-    routed = moe * (hidden * spec.num_experts + 3 * hidden * spec.shared_width)
-    dense = (spec.layers - moe) * 3 * hidden * spec.dense_width
+    attention = 2 * hidden * (spec.heads + spec.kv_heads) * spec.head_dim
+    shared, dense = moe * 3 * hidden * spec.shared_width, (spec.layers - moe) * 3 * hidden * spec.dense_width
     head = spec.vocab_size * hidden
-    step = (spec.layers * attention + routed + dense + head) * element
-    trunk = step if spec.tied_embeddings else step + head * element
+    step = (spec.layers * attention + shared + dense + head) * matrix
+    step += (spec.layers * 2 * hidden + moe * hidden * spec.num_experts) * element
+    trunk = step if spec.tied_embeddings and not rounded else step + head * element
     expert = 3 * hidden * spec.expert_width * EXPERT_BYTES[wanted.expert_format]
     return Sizes(trunk, step, expert, moe * spec.num_experts, kv_bytes(spec, wanted.kv_format, wanted.context))
 

@@ -15,8 +15,9 @@ def chart_values(spec: ModelSpec, wanted: Wanted, placed: Fit, *, model: str, gp
     """Sizes with a fifth to spare, rounded up."""
     size, mode = sizes(spec, wanted), MODES[wanted.link]
     slots = "100%" if placed.slots == size.experts else f"{100 * placed.slots / size.experts:.0f}%"
+    rounded = {} if wanted.trunk_format == "stored" else {"trunk": wanted.trunk_format}
     stored = {"experts": wanted.expert_format} if wanted.expert_format in ("int8", "int4") else {}
-    router = _router(spec, wanted, size.kv_stream)
+    router = {**_router(spec, wanted, size.kv_stream), **rounded}
     device = {} if mode == "processes" else {"device": "cuda" if gpu else "cpu"}
     own, each = 4 * GIB + (0 if gpu else placed.router), 4 * GIB + _host(wanted, placed, gpu)
     gpus = {"gpus": 1} if gpu else {}

@@ -190,7 +190,15 @@ def trunk(config: RouterConfig, spec: ModelSpec, checkpoint: Checkpoint, sizes: 
     """Weights and KV pool on the device."""
     cache = kv_cache(config, spec, sizes, placement)
     with rpc.loading("trunk") as on_progress:
-        return Trunk(spec, checkpoint, cache, dtype=placement.dtype, device=placement.device, on_progress=on_progress)
+        return Trunk(
+            spec,
+            checkpoint,
+            cache,
+            dtype=placement.dtype,
+            device=placement.device,
+            rounded=config.trunk == "int8",
+            on_progress=on_progress,
+        )
 
 
 def buffers(config: RouterConfig, sizes: Sizes, placement: Placement) -> StepBuffers:
@@ -219,9 +227,7 @@ def kv(
 ) -> KvSide:
     """The way to the KV services: hand-over of sealed blocks, loading of prefixes, logs of sessions."""
     cache, sealed = trunk.cache, placement.sealed
-    params = f"{placement.kv_parameters} computed in {trunk.dtype}".lstrip()
-    params += "" if config.rounding == "stored" else f" with {config.rounding} experts"
-    naming = Naming.of(spec, digest, placement.kv_name, params, config.page_size)
+    naming = Naming.of(spec, digest, placement.kv_name, kv_params(config, placement), config.page_size)
     tls, token = rpc.tls_of(config), bearer(config.kv_token_file, "--kv-token-file")
     replicas = Replicas(config.kv_addresses(), lambda address: KvClient(address, tls, token, naming.origin))
     recent, budget, rows_bytes = sealed.recent if sealed else 0, config.handover_mb * 2**20, 0
@@ -241,6 +247,13 @@ def kv(
     prefix = Prefix(replicas, cost, cache.write_block, exporter, tail_start) if config.kv_fetch_s else None
     sessions = Sessions(replicas, config.session_lag_s, config.session_tail_mb * 2**20)
     return KvSide(naming, replicas, handover, prefix, sessions, cache, pool, sealed is not None, rows)
+
+
+def kv_params(config: RouterConfig, placement: Placement) -> str:
+    """Canonical text of what the bytes of K and V depend on, besides the model and their format."""
+    params = f"{placement.kv_parameters} computed in {placement.dtype}".lstrip()
+    params += "" if config.rounding == "stored" else f" with {config.rounding} experts"
+    return params + ("" if config.trunk == "stored" else f" with {config.trunk} trunk")
 
 
 def conversations(digest: str, reader: Reader, kv: KvSide | None) -> Conversations:

@@ -20,6 +20,7 @@ from forefetch.kernels.compiled import layer, step
 from forefetch.kernels.compiled.crew import Crew
 from forefetch.kernels.compiled.linear import Packed, padded
 from forefetch.kernels.compiled.locks import compiling, helpers
+from forefetch.kernels.few_rows import Matrix
 from forefetch.telemetry.ring import StepStamps
 from router_service.batch import StepBatch
 from router_service.cache import KvCache
@@ -183,7 +184,7 @@ class Weights:
             row[[layer.K_POOL, layer.V_POOL]] = k.data_ptr(), v.data_ptr()
             self._fill(row, one)
         self.head: Longs = np.zeros(2, dtype=np.int64)
-        self._pack(self.head, 0, trunk.head.t())
+        self._pack(self.head, 0, trunk.head.t() if isinstance(trunk.head, Tensor) else trunk.head)
 
     def _fill(self, row: Longs, one: Layer) -> None:
         vectors = {
@@ -206,8 +207,8 @@ class Weights:
             self._pack(row, layer.W13, mlp.w13)
             self._pack(row, layer.W2, mlp.w2)
 
-    def _pack(self, row: Longs, column: int, matrix: Tensor) -> None:
-        packed = Packed.of(matrix)
+    def _pack(self, row: Longs, column: int, matrix: Matrix) -> None:
+        packed = Packed.of(matrix if isinstance(matrix, Tensor) else matrix.dense(torch.float32))
         self._kept.append(packed)
         row[column], row[column + 1] = packed.memory.data_ptr(), packed.kind
 

@@ -87,6 +87,13 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
         answer. Workers must use the same; the local worker does.""",
         choices=("stored", "int8", "int4"),
     )
+    trunk: str = setting(
+        "stored",
+        """How the trunk's matrices are kept: stored as in the checkpoint, or int8, which rounds projections, dense and shared
+        MLPs and the head to 8 bits and a scale per output, and is named in every answer. On a GPU, decode steps read half as
+        much of the trunk; on a CPU nothing is gained. Norms, gates and the embedding stay as stored.""",
+        choices=("stored", "int8"),
+    )
     kv: str = setting(
         "",
         """KV services as host:port,host:port. They take sealed blocks and give them back to later requests with the same

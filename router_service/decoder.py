@@ -19,8 +19,8 @@ from forefetch.kernels.norm import add_rms_norm
 from forefetch.kernels.qkv import HeadNorms
 from forefetch.wire import Verified
 from router_service.batch import StepBatch
-from router_service.layers import Layer
-from router_service.trunk import Trunk, project
+from router_service.layers import Layer, head_logits, project
+from router_service.trunk import Trunk
 
 
 class Resident(Protocol):
@@ -89,8 +89,7 @@ class Decoder:
         for index, layer in enumerate(trunk.layers):
             mark(index, 0)
             y = attention.decode(index, self._qkv(layer, h), cos, sin, self._head_norms[index])
-            y = y.flatten(1)
-            y = few_rows(y, layer.o) if layer.o_bias is None else project(y, layer.o, layer.o_bias)
+            y = self._output(layer, y.flatten(1))
             x, h = add_rms_norm(x, y, layer.post_norm, spec.rms_eps, spec.residual_multiplier)
             mark(index, 1)
             self.see(index, x)
@@ -98,7 +97,7 @@ class Decoder:
             x, h = add_rms_norm(x, y, following[index], spec.rms_eps, spec.residual_multiplier)
             mark(index, 4)
         self.experts.settle(idle)
-        out = linear(h if batch.chunked is None else h[batch.logit_rows], trunk.head)
+        out = head_logits(h if batch.chunked is None else h[batch.logit_rows], trunk.head)
         return out.float() / spec.logits_divisor if spec.logits_divisor != 1.0 else out
 
     def _qkv(self, layer: Layer, h: Tensor) -> Tensor:
@@ -106,6 +105,11 @@ class Decoder:
         if layer.qkv_bias is None and not self._shapes:
             return few_rows(h, layer.qkv)
         return self._shaped(layer, project(h, layer.qkv, layer.qkv_bias))
+
+    @staticmethod
+    def _output(layer: Layer, y: Tensor) -> Tensor:
+        """What attention gave [T, Hq D] -> its projection [T, H], or shares of it."""
+        return few_rows(y, layer.o) if layer.o_bias is None else project(y, layer.o, layer.o_bias)
 
     @property
     def _shapes(self) -> bool:

@@ -21,8 +21,8 @@ from forefetch.spec import ModelSpec
 from forefetch.wire import Verified
 from router_service.batch import StepBatch
 from router_service.decoder import Decoder, Mark
-from router_service.layers import Layer
-from router_service.trunk import Attention, Trunk, project
+from router_service.layers import Layer, head_logits
+from router_service.trunk import Attention, Trunk
 
 if TYPE_CHECKING:
     from expert_worker.client import Beside
@@ -168,9 +168,9 @@ class LaneDecoder(Decoder):
                     self._land(half, following[index - 1])
                     self._mark(mark, number, index - 1, 3, 4)
                 self._mark(mark, number, index, 0)
-                qkv = self._shaped(layer, project(half.h, layer.qkv, layer.qkv_bias))
+                qkv = self._qkv(layer, half.h)
                 y = half.attention.decode(index, qkv, half.cos, half.sin, self._head_norms[index])
-                y = project(y.flatten(1), layer.o, layer.o_bias)
+                y = self._output(layer, y.flatten(1))
                 half.x, half.h = add_rms_norm(half.x, y, layer.post_norm, spec.rms_eps, spec.residual_multiplier)
                 self._mark(mark, number, index, 1)
                 self._send(index, layer, half)
@@ -179,7 +179,7 @@ class LaneDecoder(Decoder):
             self._land(half, following[-1])
             self._mark(mark, number, len(trunk.layers) - 1, 3, 4)
         self.experts.settle(batch.slots[:, None])
-        logits = linear(torch.cat([half.h for half in halves]), trunk.head)
+        logits = head_logits(torch.cat([half.h for half in halves]), trunk.head)
         return logits.float() / spec.logits_divisor if spec.logits_divisor != 1.0 else logits
 
     @staticmethod

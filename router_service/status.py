@@ -43,6 +43,7 @@ class Status:
         return router_pb2.Approximations(
             kv_format=self.placement.approximate_kv,
             expert_format="" if self.config.experts == "stored" else self.config.experts,
+            trunk_format="" if self.config.trunk == "stored" else self.config.trunk,
             shadow_experts=shadow_experts,
             shadow_format=SHADOW if self.config.miss == "shadow" else "",
         )

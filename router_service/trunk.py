@@ -21,7 +21,7 @@ from forefetch.spec import ModelSpec
 from forefetch.telemetry.ring import StepStamps
 from forefetch.weights import Checkpoint
 from router_service.batch import StepBatch
-from router_service.layers import Layer, Loader
+from router_service.layers import Layer, Loader, head_logits, project
 from router_service.rope import Rope
 
 
@@ -170,17 +170,20 @@ class Trunk:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        rounded: bool = False,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Reads the weights; on_progress(done, total) counts layers. UnsupportedModel for tensors that are not there."""
+        """Reads the weights; on_progress(done, total) counts layers. UnsupportedModel for tensors that are not there.
+
+        `rounded`: the matrices of all layers and the head are kept in 8 bits, but for gates."""
         self.spec, self.cache, self.dtype = spec, cache, dtype
-        load = Loader(spec, checkpoint, dtype, device)
+        load = Loader(spec, checkpoint, dtype, device, rounded)
         self.layers = []
         for index in range(spec.layers):
             self.layers.append(load.layer(index))
             on_progress(index + 1, spec.layers)
         self.embedding = load("model.embed_tokens.weight")
-        self.head = self.embedding if spec.tied_embeddings else load("lm_head.weight")
+        self.head = load.head(self.embedding)
         self.final_norm = load("model.norm.weight")
         self.rope = Rope(spec.rope, spec.head_dim, device)
 
@@ -209,7 +212,7 @@ class Trunk:
         return x if multiplier == 1.0 else x * multiplier
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        logits = linear(self._norm(x, self.final_norm), self.head).float()
+        logits = head_logits(self._norm(x, self.final_norm), self.head).float()
         return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor
 
     def confirm(self, step: int) -> None:
@@ -301,8 +304,3 @@ class Trunk:
     def _residual(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         multiplier = self.spec.residual_multiplier
         return x + y if multiplier == 1.0 else torch.add(x, y, alpha=multiplier)
-
-
-def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, in], weight [in, out] -> [T, out]."""
-    return x @ weight if bias is None else torch.addmm(bias, x, weight)

@@ -6,6 +6,7 @@ between the two reads what has not arrived or overwrites what is still needed.
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ import triton
 from torch import Tensor
 
 _NUMPY = {torch.int8: np.int8, torch.int32: np.int32, torch.float16: np.float16, torch.float32: np.float32}
+_NUMPY[torch.bfloat16] = np.int16  # its bits: NumPy has no such type
 
 
 class Value:
@@ -51,6 +53,11 @@ class Pointer(Value):
     def __init__(self, memories: list[Tensor], data: Tensor) -> None:
         super().__init__(data)
         self.memories = memories
+
+    @property
+    def dtype(self) -> Any:  # type: ignore[override]
+        """Of the pointer, as kernels ask for it."""
+        return types.SimpleNamespace(element_ty=self.memories[int(self.data.flatten()[0]) >> 40].dtype)
 
     def __add__(self, other: Any) -> Pointer:
         return Pointer(self.memories, self.data + _tensor(other).long())
@@ -128,13 +135,23 @@ class Interpreter:
     """`run` calls a kernel for every program of a grid. `impatient`: every wait lets one more group of copies be late."""
 
     def __init__(self, eager: bool, impatient: bool = False) -> None:
-        self.eager, self.place, self.grid, self.impatient = eager, (0, 0), (1, 1), impatient
+        self.eager, self.impatient = eager, impatient
+        self.place: tuple[int, ...] = ()
+        self.grid: tuple[int, ...] = ()
         self.pending: list[list[Callable[[], None]]] = []
         self.issued: list[Callable[[], None]] = []
         self.modules: dict[str, dict[str, Any]] = {}
-        self.special = {"gl": self.language(), "mma_v2": mma, "async_copy": self.copies(), **BY_NAME}
+        self.special = {
+            "gl": self.language(),
+            "mma_v2": mma,
+            "async_copy": self.copies(),
+            "fence_async_shared": lambda: None,
+            "warpgroup_mma": lambda a, b, acc, is_async: mma(a, Value(b.data), acc),
+            "warpgroup_mma_wait": lambda count, deps: deps[0],
+            **BY_NAME,
+        }
 
-    def run(self, kernel: Any, grid: tuple[int, int], *arguments: Any) -> None:
+    def run(self, kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
         memories = [x.view(-1) for x in arguments if isinstance(x, Tensor)]
         numbers = iter(range(len(memories)))
         given = [
@@ -143,10 +160,9 @@ class Interpreter:
             for name, x in zip(kernel.arg_names, arguments, strict=True)
         ]  # fmt: skip
         function = self.function(kernel)
-        for second in range(grid[1]):
-            for first in range(grid[0]):
-                self.place, self.grid, self.pending, self.issued = (first, second), grid, [], []
-                function(*given)
+        for place in itertools.product(*map(range, grid)):
+            self.place, self.grid, self.pending, self.issued = place, grid, [], []
+            function(*given)
 
     def function(self, jitted: Any) -> Any:
         """A jitted function as plain Python, whose names mean what they mean here."""
@@ -242,7 +258,7 @@ def _inline(text: str, pins: str, args: Sequence[Value], dtype: Any, is_pure: bo
     results, at = [], 0
     for kind, size in zip(kinds, sizes, strict=True):
         some = ptx.elements(out[at : at + size], _NUMPY[kind])
-        results.append(Value(torch.from_numpy(np.ascontiguousarray(some)).reshape(shape)))
+        results.append(Value(torch.from_numpy(np.ascontiguousarray(some)).view(kind).reshape(shape)))
         at += size
     return tuple(results) if isinstance(dtype, tuple) else results[0]
 
@@ -272,6 +288,7 @@ def _reduced(apply: Callable[[Tensor, int], Tensor]) -> Callable[[Value, int], V
 
 
 FUNCTIONS: dict[str, Any] = {
+    "bfloat16": torch.bfloat16,
     "int8": torch.int8, "int32": torch.int32, "int64": torch.int64, "float16": torch.float16, "float32": torch.float32,
     "constexpr": None, "static_range": range, "SliceLayout": lambda *a: None,
     "arange": lambda low, high, layout=None: Value(torch.arange(low, high, dtype=torch.int32)),

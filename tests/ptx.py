@@ -61,6 +61,14 @@ def _halves(function: Callable[..., NDArray[np.float32]], count: int) -> Callabl
     return apply
 
 
+def _minus_bfloat16(a: Words, b: Words) -> Words:
+    """Exact where the difference is representable; nothing else is asked of it."""
+    parts = [torch.from_numpy(np.ascontiguousarray(word)).view(torch.bfloat16).double() for word in (a, b)]
+    exact = parts[0] - parts[1]
+    assert torch.equal(exact.bfloat16().double(), exact)
+    return exact.bfloat16().view(torch.int32).numpy().view(np.uint32)
+
+
 def _prmt(a: Words, b: Words, selector: Words) -> Words:
     pair = np.stack([(word >> np.uint32(8 * place)) & np.uint32(255) for word in (a, b) for place in range(4)])
     out = np.zeros(a.shape, np.uint32)
@@ -94,6 +102,7 @@ OPERATIONS: dict[str, Callable[..., Words]] = {
     "cvt.rn.f16x2.e4m3x2": _e4m3,
     "cvt.f32.f16": lambda a: (a & np.uint32(0xFFFF)).astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32),
     "mul.rn.f16": _halves(lambda a, b: a * b, 1),
+    "sub.rn.bf16x2": _minus_bfloat16,
     "sub.rn.f16x2": _halves(lambda a, b: a - b, 2),
     "fma.rn.f16x2": _halves(lambda a, b, c: a * b + c, 2),
     "mad.lo.s32": lambda a, b, c: (a.astype(np.int64) * b + c) & 0xFFFFFFFF,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.nn.functional import silu
 
+from forefetch.kernels.few_rows import Matrix, Rounded
 from forefetch.spec import ModelSpec
 from forefetch.telemetry.ring import StepRing, StepStamps
 from forefetch.weights import Checkpoint, load_expert
@@ -14,6 +16,7 @@ from router_service.admission import Admitted, SamplingParams
 from router_service.batch import StepBatch, StepBuffers
 from router_service.cache import KvCache
 from router_service.hints import Hints
+from router_service.layers import Mlp
 from router_service.pages import PagePool
 from router_service.scheduler import Request, Scheduler
 from router_service.trunk import Experts, Trunk
@@ -48,13 +51,21 @@ class PlainExperts:
 class Rig:
     """A trunk with everything around it but the engine's thread."""
 
-    def __init__(self, folder: Path, *, max_step_tokens: int = 64, buckets: tuple[int, ...] = (), on: str = "cpu") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_step_tokens: int = 64,
+        buckets: tuple[int, ...] = (),
+        on: str = "cpu",
+        rounded: bool = False,
+    ) -> None:
         self.spec, checkpoint = ModelSpec.load(folder), Checkpoint(folder)
         device, pages = torch.device(on), 40
         cache = KvCache(self.spec, pages=pages, page_size=PAGE, dtype=torch.float32, device=device)
         for pool in (*cache.k, *cache.v):
             pool.fill_(float("nan"))  # whatever was not written must not matter
-        self.trunk = Trunk(self.spec, checkpoint, cache, dtype=torch.float32, device=device)
+        self.trunk = Trunk(self.spec, checkpoint, cache, dtype=torch.float32, device=device, rounded=rounded)
         self.trunk_reads = dict(checkpoint.read_log)
         self.experts: Experts = PlainExperts(self.spec, checkpoint, device)
         self.scheduler = Scheduler(PagePool(pages), page_size=PAGE, max_batch=8, max_step_tokens=max_step_tokens, max_waiting=8)
@@ -94,6 +105,23 @@ class Rig:
     def run(self) -> None:
         while self.step() is not None:
             pass
+
+
+def multiply_out(trunk: Trunk) -> None:
+    """Has a rounded trunk keep its matrices in the compute type, as a checkpoint with these values would be kept."""
+
+    def plain(matrix: Matrix) -> torch.Tensor:
+        assert isinstance(matrix, Rounded)
+        return matrix.dense(trunk.dtype).contiguous()
+
+    def mlp(one: Mlp | None) -> Mlp | None:
+        return None if one is None else Mlp(plain(one.w13), plain(one.w2))
+
+    trunk.layers = [
+        replace(layer, qkv=plain(layer.qkv), o=plain(layer.o), dense=mlp(layer.dense), shared=mlp(layer.shared))
+        for layer in trunk.layers
+    ]
+    trunk.head = plain(trunk.head).t().contiguous()
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:

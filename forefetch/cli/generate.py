@@ -152,6 +152,8 @@ def summary(completion: Completion) -> str:
         parts.append(f"approximate: experts in {finish.expert_format}")
     if finish.shadow_format:
         parts.append(f"approximate: {finish.shadow_experts} experts shadowed in {finish.shadow_format}")
+    if finish.trunk_format:
+        parts.append(f"approximate: trunk in {finish.trunk_format}")
     if usage.cached_tokens:
         parts.append(f"{usage.cached_tokens} cached")
     if finish.session:
@@ -178,6 +180,7 @@ def as_json(completion: Completion) -> dict[str, Any]:
             "kv_format": finish.kv_format or None,
             "expert_format": finish.expert_format or None,
             "shadow_format": finish.shadow_format or None,
+            "trunk_format": finish.trunk_format or None,
             "shadow_experts": finish.shadow_experts,
         },
     }

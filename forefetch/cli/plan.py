@@ -50,6 +50,9 @@ def add_parser(commands: Any) -> None:
     work.add_argument("--kv-format", metavar="NAME", help=f"{', '.join(plan.KV_FORMATS)} (default: as the weights)")
     work.add_argument("--expert-format", metavar="NAME", help=f"{', '.join(plan.EXPERT_BYTES)} (default: as the weights)")
     work.add_argument(
+        "--trunk-format", default=usual.trunk_format, metavar="NAME", help=f"{', '.join(plan.TRUNK_FORMATS)} (default: stored)"
+    )
+    work.add_argument(
         "--workers", type=int, default=0, metavar="N", help="expert workers, each with a device; 0: in the router"
     )
     work.add_argument("--link", metavar="NAME", help="how they are reached: p2p, shm, grpc (default: shm)")
@@ -112,6 +115,7 @@ def _wanted(args: argparse.Namespace, spec: ModelSpec, hardware: Hardware) -> Wa
         context=args.context,
         kv_format=args.kv_format or native,
         expert_format=args.expert_format or native,
+        trunk_format=args.trunk_format,
         workers=args.workers,
         link=args.link or ("shm" if args.workers else "local"),
         slots=None if args.slots is None else _share(args.slots, "--slots"),
@@ -147,7 +151,9 @@ def _show(
 ) -> None:
     size = plan.sizes(spec, wanted, hardware.dtype)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_row("trunk", gib(size.trunk), f"{spec.layers} layers, hidden {spec.hidden_size}, {hardware.dtype or spec.dtype}")
+    kept = hardware.dtype or spec.dtype
+    kept += "" if wanted.trunk_format == "stored" else f", matrices {wanted.trunk_format}"
+    table.add_row("trunk", gib(size.trunk), f"{spec.layers} layers, hidden {spec.hidden_size}, {kept}")
     detail = f"{size.expert / 2**20:.2f} MiB each, {spec.num_experts} per layer, {wanted.expert_format}"
     table.add_row("experts", gib(size.experts * size.expert), detail)
     detail = f"{wanted.batch} streams x {wanted.context} tokens, {wanted.kv_format}; room for {placed.max_batch}"

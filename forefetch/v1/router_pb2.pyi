@@ -223,16 +223,18 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., replayed_steps: _Optional[int] = ...) -> None: ...
 
 class Approximations(_message.Message):
-    __slots__ = ("kv_format", "shadow_experts", "expert_format", "shadow_format")
+    __slots__ = ("kv_format", "shadow_experts", "expert_format", "shadow_format", "trunk_format")
     KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
     SHADOW_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     SHADOW_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    TRUNK_FORMAT_FIELD_NUMBER: _ClassVar[int]
     kv_format: str
     shadow_experts: int
     expert_format: str
     shadow_format: str
-    def __init__(self, kv_format: _Optional[str] = ..., shadow_experts: _Optional[int] = ..., expert_format: _Optional[str] = ..., shadow_format: _Optional[str] = ...) -> None: ...
+    trunk_format: str
+    def __init__(self, kv_format: _Optional[str] = ..., shadow_experts: _Optional[int] = ..., expert_format: _Optional[str] = ..., shadow_format: _Optional[str] = ..., trunk_format: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat")

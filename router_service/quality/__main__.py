@@ -97,7 +97,9 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--tokens", type=int, default=0, metavar="N", help="tokens of each file to run; 0: all (%(default)s)")
     default = ",".join(map(str, CONTEXTS))
     whole.add_argument("--contexts", default=default, metavar="N,N", help="tokens a prediction sees, at most (%(default)s)")
-    whole.add_argument("--formats", default=",".join(DEFAULT), metavar="NAMES", help="formats and baselines (%(default)s)")
+    whole.add_argument(
+        "--formats", default=",".join(DEFAULT), metavar="NAMES", help="formats, baselines, int8-trunk (%(default)s)"
+    )
     whole.add_argument("--page-size", type=int, default=128, metavar="N", help="tokens of a page (%(default)s)")
     whole.add_argument("--sinks", type=int, default=4, metavar="N", help="first tokens in float16 (%(default)s)")
     whole.add_argument("--recent", type=int, default=-1, metavar="N", help="newest tokens in float16; -1: the format's default")

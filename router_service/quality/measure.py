@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import cast
 
@@ -102,14 +103,21 @@ class Meter:
         self.device = device
         plain = Setup("fp16", None)
         cache = cast("Cache", plain.cache(self.spec, 1, device))
-        self.trunk = Trunk(self.spec, checkpoint, cache, dtype=dtype, device=device)
+        self._trunk_of = partial(Trunk, self.spec, checkpoint, cache, dtype=dtype, device=device)
+        self.trunk = self._trunk_of()
         self._experts = AllExperts(self.spec, checkpoint, dtype, device)
         self._stamps = StepRing(1, self.spec.layers, 1)
+
+    @cached_property
+    def rounded(self) -> Trunk:
+        """The trunk in 8 bits."""
+        return self._trunk_of(rounded=True)
 
     def logits(self, setup: Setup, ids: Sequence[int]) -> Tensor:
         """Of every position of a sequence: [R, V]."""
         count, page = len(ids), setup.format.page if setup.format else 128
-        self.trunk.cache = cast("Cache", setup.cache(self.spec, count, self.device))  # one step, never committed
+        trunk = self.rounded if setup.rounded else self.trunk
+        trunk.cache = cast("Cache", setup.cache(self.spec, count, self.device))  # one step, never committed
         position = torch.arange(count, device=self.device)
         pages = list(range(1, 2 + count // page))
         batch = StepBatch(
@@ -124,7 +132,7 @@ class Meter:
             prefills=(PrefillRows(0, count, 0, pages),),
             logit_rows=position,
         )
-        return self.trunk.forward(batch, self._experts, self._stamps.begin(0, 0))
+        return trunk.forward(batch, self._experts, self._stamps.begin(0, 0))
 
     def score(self, setup: Setup, window: Window) -> tuple[Tensor, Tensor]:
         """Nats of each next token, and the likeliest token, [R - 1] each."""
@@ -141,7 +149,8 @@ class Meter:
         for window in windows:
             plain, chosen = self.score(Setup("fp16", None), window)
             for measured in found:
-                nats, likeliest = (plain, chosen) if measured.setup.format is None else self.score(measured.setup, window)
+                same = measured.setup.format is None and not measured.setup.rounded
+                nats, likeliest = (plain, chosen) if same else self.score(measured.setup, window)
                 for context in contexts:
                     span = slice(context // 2, min(context, len(plain)))
                     part = nats[span], plain[span], likeliest[span] == chosen[span]

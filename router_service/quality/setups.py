@@ -26,6 +26,8 @@ from router_service.sealed import SealedCache
 OWN = ("fp16", "e2m0", "asym2", "mixed", "asym3", "fp4")
 DEFAULT = (*OWN, "kivi2", "kivi2-g64", "kivi3", "kivi4-g64", *(name for name in PEERS if "quanto" in name and runs(name)))
 """Every format, baselines of about equal bytes, and transformers' quanto caches where installed; HQQ takes minutes a window."""
+INT8_TRUNK = "int8-trunk"
+"""Not a format of K and V: what the router's --trunk int8 costs, with K and V in float16."""
 BASELINES = {
     "kivi2": (2, 128),
     "kivi2-g64": (2, 64),
@@ -45,6 +47,7 @@ class Setup:
     format: KvFormat | None
     exempt: frozenset[int] = frozenset()
     baseline: tuple[int, int] | None = None
+    rounded: bool = False  # the trunk is in int8 (--trunk), K and V in float16
 
     def cache(self, spec: ModelSpec, rows: int, device: torch.device) -> KvCache | SealedCache | MinMaxCache | PeerCache:
         """Memory for one sequence of up to `rows` tokens, all in one step."""
@@ -92,8 +95,8 @@ def setups(names: Sequence[str], format_of: KvFormat, thirds: int, recent: int, 
     for name in names:
         kind, _, options = name.partition(":")
         changes = _options(name, options)
-        if kind == "fp16":
-            found.append(Setup(name, None))
+        if kind in {"fp16", INT8_TRUNK}:
+            found.append(Setup(name, None, rounded=kind == INT8_TRUNK))
             continue
         if kind in PEERS:
             layer_maker(kind)  # refused before anything is measured

@@ -48,12 +48,14 @@ def test_load_is_measured_and_placed_and_changes_no_token(
     router.close()
 
 
-def test_rounded_experts_are_named_in_every_answer(start: Start, tmp_path: Path) -> None:
+def test_rounded_weights_are_named_in_every_answer(start: Start, tmp_path: Path) -> None:
     flags = ("--experts=int8", f"--cache-dir={tmp_path}")
-    cluster = start(CASE, workers=1, link="shm", worker=("--slots=50%", *flags), router=(*SMALL, "--experts=int8"))
+    cluster = start(
+        CASE, workers=1, link="shm", worker=("--slots=50%", *flags), router=(*SMALL, "--experts=int8", "--trunk=int8")
+    )
     router = Router(cluster.address)
     answer = router.generate(PROMPT, 16)
-    assert answer.finish.approximations.expert_format == "int8"
+    assert answer.finish.approximations.expert_format == answer.finish.approximations.trunk_format == "int8"
     assert [path.suffix for path in tmp_path.iterdir()] == [".experts"]
     assert router.generate(PROMPT, 16).tokens == answer.tokens
     router.close()

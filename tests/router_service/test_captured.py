@@ -64,8 +64,8 @@ class PlainResident:
 class CapturedRig(Rig):
     """A Rig whose decode steps are recorded for up to 8 rows."""
 
-    def __init__(self, folder: Path, recorder: Recorder | None, on: str = "cpu") -> None:
-        super().__init__(folder, on=on)
+    def __init__(self, folder: Path, recorder: Recorder | None, on: str = "cpu", rounded: bool = False) -> None:
+        super().__init__(folder, on=on, rounded=rounded)
         device = torch.device(on)
         sizes = {"max_tokens": 64, "max_batch": 8, "max_pages": 16, "page_size": PAGE}
         self.buffers = LayoutBuffers(**sizes, device=device, buckets=(1, 4, 8), chunk_rows=(4, 64))
@@ -106,6 +106,19 @@ def test_replayed_steps_are_the_trunks(case: str, checkpoint: Callable[[str], Pa
     spy = Spy()
     follows_the_oracle(CapturedRig(checkpoint(case), spy), case, oracle(case))
     assert spy.replays >= 6
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("case", ["qwen2-shared", "qwen3-dense-first"])
+def test_a_rounded_trunk_is_replayed_as_it_is_written(case: str, device: str, checkpoint: Callable[[str], Path]) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    recorder = Spy() if device == "cpu" else None
+    rigs = [Rig(checkpoint(case), rounded=True), CapturedRig(checkpoint(case), recorder, device, rounded=True)]
+    written, replayed = (rig.add(CASES[case].prompt, max_tokens=6) for rig in rigs)
+    for rig in rigs:
+        rig.run()
+    assert replayed.tokens == written.tokens
 
 
 @pytest.mark.gpu

@@ -20,11 +20,11 @@ pytestmark = pytest.mark.skipif(not compiled.available(), reason="Numba is not i
 class CompiledRig(Rig):
     """A Rig whose decode steps are compiled; `whole`: with a local worker, so that a step is one call."""
 
-    def __init__(self, folder: Path, *, whole: bool) -> None:
+    def __init__(self, folder: Path, *, whole: bool, rounded: bool = False) -> None:
         from router_service.compiled import CompiledTrunk, Local
         from router_service.workers import Workers
 
-        super().__init__(folder)
+        super().__init__(folder, rounded=rounded)
         config = ExpertConfig(model=str(folder), device="cpu")
         self.workers = Workers(self.spec, ["local"], lambda _address: expert.local(config))
         self.workers.wait_complete(30.0)
@@ -49,6 +49,15 @@ def test_decoding_continues_like_the_oracle(
         assert logits is not None
         close(logits[0], expected[len(prompt) - 1 + index])
     assert request.tokens[len(prompt) :] == tokens
+
+
+def test_a_rounded_trunk_is_compiled_as_it_is_written(checkpoint: Callable[[str], Path]) -> None:
+    folder = checkpoint("qwen2-shared")
+    rigs = Rig(folder, rounded=True), CompiledRig(folder, whole=True, rounded=True)
+    for rig in rigs:
+        rig.add(CASES["qwen2-shared"].prompt, max_tokens=4)
+    for written, compiled_ in zip(*(iter(rig.step, None) for rig in rigs), strict=True):
+        close(compiled_[0], written[0])
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -7,9 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from forefetch.spec import ModelSpec
 from kv_service.client import Geometry
+from router_service.build import Placement, kv_params
+from router_service.config import RouterConfig
 from router_service.naming import Naming
 
 ONE = Naming("digest", Geometry(2, 2, 8), "rope", "float32", "", 4)
@@ -49,3 +52,11 @@ def test_settings_of_rope_are_part_of_it(checkpoint: Callable[[str], Path]) -> N
     other = replace(spec, rope=replace(spec.rope, theta=2 * spec.rope.theta))
     scaled = replace(spec, rope=replace(spec.rope, params={**spec.rope.params, "factor": 8.0}))
     assert len({name.rope, Naming.of(other, "d", "float32", "", 4).rope, Naming.of(scaled, "d", "float32", "", 4).rope}) == 3
+
+
+def test_so_does_what_keys_and_values_were_computed_with() -> None:
+    place = Placement(torch.device("cpu"), torch.float32, torch.float32)
+    settings: list[dict[str, str]] = [{}, {"trunk": "int8"}, {"experts": "int8"}, {"trunk": "int8", "experts": "int8"}]
+    params = {kv_params(RouterConfig(model="m", **each), place) for each in settings}
+    assert len(params) == 4
+    assert kv_params(RouterConfig(model="m"), place) == "computed in torch.float32"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from reference_model import CASES, Oracle
-from trunk_rig import PAGE, Rig, close
+from trunk_rig import PAGE, Rig, close, multiply_out
 
 from forefetch.spec import ModelSpec
 from router_service.cache import KvCache
@@ -37,6 +37,18 @@ def test_decoding_continues_like_the_oracle(
     request = rig.add(prompt, max_tokens=24)
     rig.run()
     assert request.tokens[len(prompt) :] == oracle(case).greedy(prompt, 24)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rounded_trunk_is_one_of_its_rounded_weights(case: str, checkpoint: Callable[[str], Path]) -> None:
+    prompt, logits = CASES[case].prompt, []
+    rounded, plain, stored = (Rig(checkpoint(case), rounded=kept) for kept in (True, True, False))
+    multiply_out(plain.trunk)
+    for rig in (rounded, plain, stored):
+        rig.add(prompt, max_tokens=4)
+        logits.append(torch.stack([step[0] for step in iter(rig.step, None)]))
+    close(logits[0], logits[1])
+    assert (logits[0][0] - logits[2][0]).norm() > 1e-4 * logits[2][0].norm(), "nothing was rounded"
 
 
 @pytest.mark.gpu

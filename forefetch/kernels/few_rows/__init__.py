@@ -2,26 +2,72 @@
 
 The inner dimension is cut into shares, so that the whole machine reads; shares are left as they are, float32, and added up in
 their order by the kernel that reads the product anyway (`kernels.qkv.enter`, `kernels.norm.add_rms_norm`). So a product is one
-launch and a result repeats bit for bit. Letters: T rows, K inner, N outer dimension, S shares.
+launch and a result repeats bit for bit. A weight may be kept in 8 bits (`Rounded`), which halves what there is to read.
+Letters: T rows, K inner, N outer dimension, S shares.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-__all__ = ["few_rows", "logits", "shared"]
+from forefetch.kernels.few_rows import plans
+from forefetch.kernels.few_rows.rounded import Rounded
+
+__all__ = ["Matrix", "Rounded", "few_rows", "logits", "projection", "shared", "times"]
+
+Matrix = Tensor | Rounded
+"""A weight [K, N] in the type that products are made in, or in 8 bits."""
 
 
-def few_rows(x: Tensor, weight: Tensor) -> Tensor:
+def few_rows(x: Tensor, weight: Matrix) -> Tensor:
     """x [T, K], weight [K, N] -> [S, T, N] float32, whose sum over S is the product; or the product itself, [T, N] of x's type,
     where no kernel of ours is faster (or made: they are for 16-bit types)."""
     if x.is_cuda and x.element_size() == 2:
-        from forefetch.kernels.few_rows import triton
+        if isinstance(weight, Tensor):
+            found = _planned(x, weight, plans.plain)
+        else:
+            found = _held(x, weight) if weight.fragments else _planned(x, weight, plans.rounded)
+        if found is not None:
+            return found
+    return times(x, weight)
 
-        if (plan := triton.plan(len(x), *weight.shape)) is not None:
-            return triton.product(x, weight, plan)
-    return x @ weight
+
+def times(x: Tensor, weight: Matrix) -> Tensor:
+    """x [T, K], weight [K, N] -> [T, N] of x's type."""
+    if isinstance(weight, Tensor):
+        return x @ weight
+    if not x.is_cuda or x.element_size() != 2:
+        return x @ weight.dense(x.dtype)
+    found = _held(x, weight) if weight.fragments else _planned(x, weight, plans.undivided)
+    if found is not None:
+        return shared(found, x.dtype)
+    from forefetch.kernels.few_rows import opened
+
+    return x @ opened.dense(weight, x.dtype)
+
+
+def _planned(x: Tensor, weight: Matrix, plan_of: Callable[[int, int, int], plans.Plan | None]) -> Tensor | None:
+    from forefetch.kernels.few_rows import triton
+
+    plan = plan_of(len(x), *weight.shape)
+    return None if plan is None else triton.product(x.contiguous(), weight, plan)
+
+
+def _held(x: Tensor, weight: Rounded) -> Tensor | None:
+    from forefetch.kernels.few_rows import held
+
+    plan = plans.held(len(x), *weight.shape)
+    return None if plan is None else held.product(x.contiguous(), weight, plan)
+
+
+def projection(weight: Rounded, dtype: torch.dtype) -> Rounded:
+    """A weight as it is best kept for products of up to 64 rows of `dtype` whose shares the next kernel adds up."""
+    inner, outer = weight.shape
+    fits = weight.codes.is_cuda and dtype == torch.bfloat16 and inner % 512 == 0 and outer % 64 == 0
+    return weight.arranged() if fits and torch.cuda.get_device_capability(weight.codes.device)[0] == 9 else weight
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -29,7 +75,7 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
     if x.is_cuda and x.element_size() == 2:
         from forefetch.kernels.few_rows import triton
 
-        if (plan := triton.gate_plan(len(x), *weight.shape)) is not None:
+        if (plan := plans.gate(len(x), *weight.shape)) is not None:
             return triton.gate(x, weight, plan)
     return torch.nn.functional.linear(x, weight)
 

@@ -4,74 +4,34 @@ A weight is constant, so a program may load it before it waits for the kernel wh
 launch): the copy from memory runs while a norm or a merge still does. That is worth most for one row. Asking for lines of the
 L2 cache instead, for the own share or for the weight of a later product, made things slower (benchmarks/LOG.md).
 
-A weight is [K, N] as it is kept, or [N, K] in 8 bits (`rounded.py`), whose codes become x's type in registers, exactly, and whose
-scales multiply float32 sums.
+A weight is [K, N] as it is kept, or [N, K] in 8 bits (`rounded.py`), whose codes become x's type in registers, exactly, and
+whose scales multiply float32 sums.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from forefetch.kernels.few_rows.plans import Plan
 from forefetch.kernels.few_rows.rounded import Rounded
 from forefetch.kernels.pdl import early
-
-MOST_ROWS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """`shares` of K, each in steps of `depth`; `columns` per program. `stages` 0: the whole share at once, `rows` of x per
-    program. -1: the same on tensor cores. Else `rows` per program, 0: all of them."""
-
-    shares: int
-    columns: int
-    depth: int
-    stages: int
-    warps: int = 4
-    rows: int = 0
-
-
-def plan(rows: int, inner: int, outer: int) -> Plan | None:
-    """How [rows, inner] x [inner, outer] is cut; None: cuBLAS is as fast. As measured on an H200 for 2,048 x 5,120 and 4,096 x
-    2,048."""
-    if rows == 1:
-        found = Plan(inner // 512, 64, 512, 0, 8, 1) if inner >= 4096 else Plan(inner // 256, 64, 256, 0, 4, 1)
-    elif rows <= 16:
-        found = Plan(inner // 512, 128, 128, 3, 8)
-    else:
-        found = Plan(inner // 1024, 64, 128, 3)
-    fits = 0 < rows <= MOST_ROWS and found.shares and inner % (found.shares * found.depth) == 0 and outer % found.columns == 0
-    return found if fits and inner >= (1024 if rows == 1 else 4096) else None
-
-
-def gate_plan(rows: int, outer: int, inner: int) -> Plan | None:
-    """The same for a gate, in one share."""
-    if rows <= 16 and inner & (inner - 1) == 0 and inner <= 4096:
-        found = Plan(1, 4, inner, 0, rows=min(4, triton.next_power_of_2(max(1, rows))))
-    else:
-        found = Plan(1, 16, 256, 4)
-    fits = 0 < rows <= MOST_ROWS and inner % found.depth == 0 and outer % found.columns == 0
-    return found if fits and inner >= 1024 else None
 
 
 def product(x: Tensor, weight: Tensor | Rounded, plan: Plan) -> Tensor:
     """See the package. ValueError for what is not contiguous."""
     (rows, inner), outer = x.shape, weight.shape[1]
-    shape = (plan.shares, rows, outer)
+    shape, whole = (plan.shares, rows, outer), plan.shares == 1 and isinstance(weight, Rounded)
+    out = torch.empty(shape, dtype=x.dtype if whole else torch.float32, device=x.device)
     if isinstance(weight, Rounded):
         _check(x, weight.codes, inner, weight.shape[0], x.dtype)
-        out = torch.empty(shape, dtype=torch.float32 if plan.shares > 1 else x.dtype, device=x.device)
         _launch(x, weight.codes, out, (plan.columns * inner, 1, inner), plan, weight.scales)
-        return out if plan.shares > 1 else out[0]
-    _check(x, weight, inner, weight.shape[0], weight.dtype)
-    out = torch.empty(shape, dtype=torch.float32, device=x.device)
-    _launch(x, weight, out, (plan.columns, outer, 1), plan)
-    return out
+    else:
+        _check(x, weight, inner, weight.shape[0], weight.dtype)
+        _launch(x, weight, out, (plan.columns, outer, 1), plan)
+    return out[0] if whole else out
 
 
 def gate(x: Tensor, weight: Tensor, plan: Plan) -> Tensor:
@@ -93,27 +53,28 @@ def _launch(
 ) -> None:
     """`strides` of the weight: from tile to tile of columns, along K, along columns."""
     (rows, inner), outer = x.shape, out.shape[-1]
-    form = {"num_warps": plan.warps, "num_stages": max(1, plan.stages), **early(x)}
+    form = {"num_warps": plan.warps, "num_stages": plan.stages, **early(x)}
     where = {"BY_TILE": strides[0], "BY_K": strides[1], "BY_COLUMN": strides[2], "COLUMNS": plan.columns}
     sizes = {"K": inner, "N": outer, "EACH": inner // plan.shares, "SCALED": scales is not None}
     each = plan.rows or max(16, triton.next_power_of_2(rows))
     grid = triton.cdiv(outer, plan.columns), plan.shares, triton.cdiv(rows, each)
     tensors = (x, weight, weight if scales is None else scales, out, rows)
-    if plan.stages > 0:
-        _steps[grid](*tensors, **sizes, **where, M=each, DEPTH=plan.depth, **form)
-    elif plan.stages < 0:
+    if plan.form == "whole":
+        _whole[grid](*tensors, **sizes, **where, ROWS=each, **form)
+    elif plan.form == "split":
         _split[grid](*tensors, **sizes, **where, M=each, DEPTH=plan.depth, **form)
     else:
-        _whole[grid](*tensors, **sizes, **where, ROWS=each, **form)
+        _steps[grid](*tensors, **sizes, **where, M=each, DEPTH=plan.depth, **form)
 
 
 @triton.jit
-def _block(weight, tile, k, n, N: tl.constexpr, BY_TILE: tl.constexpr, BY_K: tl.constexpr, BY_COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
+def _block(
+    weight, tile, k, n,
+    N: tl.constexpr, BY_TILE: tl.constexpr, BY_K: tl.constexpr, BY_COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Inputs k of a tile's columns n; zeros behind the last column."""
     at = weight + tile.to(tl.int64) * BY_TILE + k.to(tl.int64)[:, None] * BY_K + n[None, :] * BY_COLUMN
-    if N % COLUMNS == 0:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=(tile * COLUMNS + n < N)[None, :], other=0)
+    return tl.load(at) if N % COLUMNS == 0 else tl.load(at, mask=(tile * COLUMNS + n < N)[None, :], other=0)
 
 
 @triton.jit(do_not_specialize=["rows"])

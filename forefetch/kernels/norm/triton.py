@@ -39,10 +39,11 @@ def _add_rms_norm(
     x, y, weight, total, normed, x_stride, y_stride, y_share, eps, alpha,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, SHARES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    released(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < HIDDEN
+    by = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)  # constant, so before the wait
+    released(PDL)
     value = tl.load(x + row * x_stride + at, mask=inside, other=0.0)
     if ADD:
         added = tl.load(y + row * y_stride + at, mask=inside, other=0.0).to(tl.float32)
@@ -52,5 +53,4 @@ def _add_rms_norm(
         tl.store(total + row * HIDDEN + at, value, mask=inside)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / HIDDEN + eps)
-    by = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + row * HIDDEN + at, (wide * scale * by).to(normed.dtype.element_ty), mask=inside)

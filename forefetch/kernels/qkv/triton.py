@@ -54,8 +54,8 @@ def enter(
 
 
 @triton.jit
-def _halves(x, weight, inside, at, share, eps, HALF: tl.constexpr, NORM: tl.constexpr, SHARES: tl.constexpr):
-    """Both halves of the head at x, its shares added up, normed if asked, in float32."""
+def _halves(x, by, inside, at, share, eps, HALF: tl.constexpr, NORM: tl.constexpr, SHARES: tl.constexpr):
+    """Both halves of the head at x, its shares added up, normed by a weight's halves if asked, in float32."""
     first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + HALF + at, mask=inside, other=0.0).to(tl.float32)
     for other in tl.static_range(1, SHARES):
@@ -63,8 +63,8 @@ def _halves(x, weight, inside, at, share, eps, HALF: tl.constexpr, NORM: tl.cons
         second += tl.load(x + other * share + HALF + at, mask=inside, other=0.0)
     if NORM:
         scale = tl.rsqrt((tl.sum(first * first) + tl.sum(second * second)) / (2 * HALF) + eps)
-        first *= scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-        second *= scale * tl.load(weight + HALF + at, mask=inside, other=0.0).to(tl.float32)
+        first *= scale * by[0].to(tl.float32)
+        second *= scale * by[1].to(tl.float32)
     return first, second
 
 
@@ -82,29 +82,33 @@ def _enter(
     NORM: tl.constexpr, SHARES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head): query heads first, then those of K, then those of V."""
-    released(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, dim = tl.arange(0, BLOCK), 2 * HALF
     inside = at < HALF
+    by = (at, at)
+    if NORM:  # constant, so before the wait
+        weight = q_weight if head < HEADS else k_weight
+        by = (tl.load(weight + at, mask=inside, other=0.0), tl.load(weight + HALF + at, mask=inside, other=0.0))
+    released(PDL)
     # Both halves of the tables are equal: the first serves both.
     c = tl.load(cos + row * dim + at, mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + row * dim + at, mask=inside, other=0.0).to(tl.float32)
     x = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * dim
     share = tl.num_programs(0).to(tl.int64) * (HEADS + 2 * KV_HEADS) * dim
     if head < HEADS:
-        first, second = _halves(x, q_weight, inside, at, share, eps, HALF, NORM, SHARES)
+        first, second = _halves(x, by, inside, at, share, eps, HALF, NORM, SHARES)
         out = q + (row * HEADS + head) * dim + at  # not `to`: a name has one type in all branches, and caches may be of another
         tl.store(out, (first * c - second * s).to(q.dtype.element_ty), mask=inside)
         tl.store(out + HALF, (second * c + first * s).to(q.dtype.element_ty), mask=inside)
     else:
         slot = tl.load(slots + row).to(tl.int64) * cache_slot + at
         if head < HEADS + KV_HEADS:
-            first, second = _halves(x, k_weight, inside, at, share, eps, HALF, NORM, SHARES)
+            first, second = _halves(x, by, inside, at, share, eps, HALF, NORM, SHARES)
             to = k_cache + (head - HEADS).to(tl.int64) * cache_head + slot
             _put(to, first * c - second * s, inside, LIMIT)
             _put(to + HALF, second * c + first * s, inside, LIMIT)
         else:
-            first, second = _halves(x, k_weight, inside, at, share, eps, HALF, False, SHARES)
+            first, second = _halves(x, by, inside, at, share, eps, HALF, False, SHARES)
             to = v_cache + (head - HEADS - KV_HEADS).to(tl.int64) * cache_head + slot
             _put(to, first, inside, LIMIT)
             _put(to + HALF, second, inside, LIMIT)

@@ -15,7 +15,7 @@ from forefetch.kernels.kv_codec import KvFormat
 from forefetch.telemetry.ring import StepRing
 from router_service.batch import StepBatch
 from router_service.quality import __main__ as command
-from router_service.quality.measure import Meter
+from router_service.quality.measure import Meter, Window
 from router_service.quality.peers import PEERS, PIECE, layer_maker, runs
 from router_service.quality.setups import BASELINES, DEFAULT, Setup, setups
 from router_service.sealed import SealedCache
@@ -37,6 +37,16 @@ def folder(checkpoint: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="module")
 def meter(folder: Path) -> Meter:
     return Meter(folder, torch.device("cpu"), torch.float64)
+
+
+def test_a_trunk_in_8_bits_is_measured_like_a_format(meter: Meter) -> None:
+    plain, rounded = setups(["fp16", "int8-trunk"], KvFormat("e2m0", DIM, page=PAGE), 0, -1, frozenset())
+    window = Window("text", LONG)
+    found = meter.run([plain, rounded], [window], [64], lambda setup: None)
+    assert found[0].cells[64].change == 0.0
+    assert found[1].cells[64].nats == pytest.approx(float(meter.score(rounded, window)[0][32:64].sum()))
+    assert meter.rounded.layers[0].qkv.shape == meter.trunk.layers[0].qkv.shape
+    assert found[1].cells[64].change != 0.0
 
 
 @pytest.mark.parametrize("name", ["e2m0", "fp4"])
