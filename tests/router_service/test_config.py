@@ -23,6 +23,9 @@ from router_service.config import RouterConfig
         ({"model": "m", "page_size": "0"}, "--page-size"),
         ({"model": "m", "workers": ","}, "--workers"),
         ({"model": "m", "workers": "a:1,a:1"}, "twice"),
+        ({"model": "m", "workers": "local,local"}, "twice"),
+        ({"model": "m", "workers": "local,elsewhere"}, "--workers"),
+        ({"model": "m", "workers": "local,a:1", "plan": "true"}, "--plan"),
         ({"model": "m", "batch_buckets": "4,2"}, "--batch-buckets"),
         ({"model": "m", "batch_buckets": "many"}, "--batch-buckets"),
         ({"model": "m", "kv_format": "int2"}, "--kv-format: must be one of"),
@@ -35,6 +38,11 @@ from router_service.config import RouterConfig
 def test_refused(flags: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(RouterConfig, flags, {})
+
+
+def test_a_worker_in_the_process_can_be_one_of_several() -> None:
+    config = parse(RouterConfig, {"model": "m", "workers": "a:1, local,b:2", "link": "p2p"}, {})
+    assert config.addresses() == ("a:1", "local", "b:2")
 
 
 def sizes(checkpoint: Callable[[str], Path], **flags: str) -> build.Sizes:
