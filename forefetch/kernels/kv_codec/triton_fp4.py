@@ -1,0 +1,288 @@
+"""Sealing of fp4: `fit.fit_fp4` and `fit.recode_fp4` in three launches. Scales are fitted for 32 elements at a time (`_fit_pages`); once all
+of a page are known they get their common factor, and V its codes, K its errors (`_round_pages`); then keys get theirs (`_choose`).
+
+Letters: a tile's groups of 32 lie along one axis of three, K's as [channels, T/32, 32], V's as [tokens, D/32, 32].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from forefetch.kernels.kv_codec.fit import ALTERNATIONS, NUDGE4, TURNS
+from forefetch.kernels.kv_codec.formats import GROUP
+from forefetch.kernels.kv_codec.triton import _at, _get, _stored
+from forefetch.kernels.kv_codec.triton_entries import entry, head_of, tokens
+from forefetch.kernels.kv_codec.triton_fit import total
+from forefetch.kernels.kv_codec.triton_grids import CHANNELS, KEYS, TOKENS, columns, put_meta, put_outliers, worst
+from forefetch.kernels.kv_codec.triton_pack import put_keys, put_values
+
+if TYPE_CHECKING:
+    from forefetch.kernels.kv_codec.triton_seal import Job
+
+_CHANNELS, _TOKENS, _KEYS, _GROUP = tl.constexpr(CHANNELS), tl.constexpr(TOKENS), tl.constexpr(KEYS), tl.constexpr(GROUP)
+_TURNS = tl.constexpr(len(TURNS))
+
+
+def seal_fp4(job: Job, units: int) -> None:
+    """The job's `units` pages."""
+    format, device = job.format, job.k.device
+    page, dim, groups = format.page, format.head_dim, -(-format.head_dim // GROUP)
+    counts = page // GROUP * dim, page * groups  # scales of K and of V
+    doubles = torch.empty((units, sum(counts)), dtype=torch.float64, device=device)
+    zeros = torch.empty((units, dim + page), dtype=torch.float32, device=device)
+    errors = torch.empty((units, dim), dtype=torch.float64, device=device)
+    tile = {"R": triton.next_power_of_2(page), "C": max(GROUP, triton.next_power_of_2(dim))}
+    rule = {**job.options, **tile, "KS": counts[0], "VS": counts[1], "enable_fp_fusion": False, "num_warps": 4}
+    cost = errors if job.weight is None else job.weight.float().contiguous()
+    shares, sources = dim // CHANNELS + page // TOKENS, (job.k, job.v)
+    _fit_pages[(units, shares)](*sources, doubles, zeros, *job.where, ROUNDS=ALTERNATIONS, **rule)
+    weighted = job.weight is not None
+    _round_pages[(units, shares)](*sources, job.pages, cost, doubles, zeros, errors, *job.where, WEIGHTED=weighted, **rule)
+    _choose[(units, page // KEYS)](job.k, job.pages, doubles, zeros, errors, *job.where, **rule)
+
+
+@triton.constexpr_function
+def _nudged(turn):
+    return 1 + NUDGE4 * TURNS[turn]
+
+
+@triton.constexpr_function
+def _power_of_2(count):
+    return triton.next_power_of_2(count)
+
+
+@triton.jit
+def _codes(y, step):
+    """`fit._codes4`: int32."""
+    size = tl.abs(y)
+    code = (size > 0.5 * step).to(tl.int32) + (size > 1.5 * step).to(tl.int32) + (size > 2.5 * step).to(tl.int32)
+    code += (size > 3.5 * step).to(tl.int32) + (size > 5.0 * step).to(tl.int32) + (size > 7.0 * step).to(tl.int32)
+    code += (size > 10.0 * step).to(tl.int32)
+    code = tl.where((y < 0.0) & (code > 0), code | 8, code)
+    return tl.where(step > 0.0, code, 0)
+
+
+@triton.jit
+def _meaning(code):
+    """E2M1 codes -> levels, int32."""
+    exponent, low = (code >> 1) & 3, code & 1
+    level = tl.where(exponent == 0, low, (2 + low) << tl.maximum(exponent - 1, 0))
+    return level * (1 - 2 * (code >> 3))
+
+
+@triton.jit
+def _scales(y, AXIS: tl.constexpr, ROUNDS: tl.constexpr):
+    """The scale of each group along AXIS of y: float64, its axis kept."""
+    most = tl.expand_dims(tl.max(tl.abs(y), AXIS), AXIS).to(tl.float64)
+    first, second = most / 12, most / 8
+    step = first.to(tl.float32)
+    off = y - _meaning(_codes(y, step)).to(tl.float32) * step
+    error = total(off * off, AXIS)
+    step = second.to(tl.float32)
+    off = y - _meaning(_codes(y, step)).to(tl.float32) * step
+    scale = tl.where(total(off * off, AXIS) < error, second, first)
+    for _ in tl.static_range(ROUNDS):
+        level = _meaning(_codes(y, scale.to(tl.float32)))
+        energy = tl.expand_dims(tl.sum(level * level, AXIS), AXIS).to(tl.float64)
+        scale = tl.where(energy > 0.0, total(level.to(tl.float32) * y, AXIS) / tl.maximum(energy, 1.0), scale)
+    return scale
+
+
+@triton.jit
+def _factor(scales, COUNT: tl.constexpr):
+    """The power of two by which `fit._to_e4m3` divides a page's scales: float32 [1]."""
+    at = tl.arange(0, _power_of_2(COUNT))
+    most = tl.max(tl.load(scales + at, mask=at < COUNT, other=0.0), 0, keep_dims=True)
+    bits = (tl.maximum(most, 2.0**-100) / 448.0).to(tl.int64, bitcast=True)
+    up = ((bits >> 52) - 1023 + ((bits & 0xFFFFFFFFFFFFF) != 0).to(tl.int64)).to(tl.int32)
+    up = tl.minimum(tl.maximum(up, -40), 40)
+    return tl.where(most > 0.0, ((up + 127) << 23).to(tl.float32, bitcast=True), 1.0)
+
+
+@triton.jit
+def _narrow(scale, factor):
+    """float64 scales, not negative, over the factor in E4M3: (as float32, as bytes). Spelled out: older GPUs have no such type."""
+    value = tl.minimum((scale / factor.to(tl.float64)).to(tl.float32), 448.0)
+    exponent = tl.maximum((value.to(tl.int32, bitcast=True) >> 23) - 127, -6)
+    steps = value * ((130 - exponent) << 23).to(tl.float32, bitcast=True)
+    steps = (steps + 12582912.0) - 12582912.0  # to the nearest integer, ties to even
+    byte = (exponent + 6) * 8 + steps.to(tl.int32)
+    return steps * ((124 + exponent) << 23).to(tl.float32, bitcast=True), byte.to(tl.uint8)
+
+
+@triton.jit
+def _channels(k, zeros, share, where, F: tl.constexpr, R: tl.constexpr, FIT: tl.constexpr):
+    """A program's channels of K, zero taken off, by groups [channels, R/32, 32]; `zeros` are found with FIT, else read."""
+    c, t = columns(share, R)
+    x = tokens(k, t, c, where, F)
+    if FIT:
+        zero = total(x, 1) / (_get(F, "page") - where[4]).to(tl.float64)
+        zero = zero.to(tl.float32).to(tl.float16).to(tl.float32)
+        tl.store(zeros + c, zero)
+    else:
+        zero = tl.load(zeros + c)
+    y = tl.where((t >= where[4]) & (t < _get(F, "page")), x - zero, 0.0)
+    return tl.reshape(y, (_CHANNELS, R // _GROUP, _GROUP))
+
+
+@triton.jit
+def _values(v, zeros, start, where, F: tl.constexpr, C: tl.constexpr, FIT: tl.constexpr):
+    """The same of a program's tokens of V: [tokens, C/32, 32]."""
+    D: tl.constexpr = _get(F, "head_dim")
+    t, c = start + tl.arange(0, _TOKENS)[:, None], tl.arange(0, C)[None, :]
+    x = tokens(v, t, c, where, F)
+    if FIT:
+        zero = (total(x, 1) / D).to(tl.float32).to(tl.float16).to(tl.float32)
+        tl.store(zeros + D + t, zero)
+    else:
+        zero = tl.load(zeros + D + t)
+    return tl.reshape(tl.where(c < D, x - zero, 0.0), (_TOKENS, C // _GROUP, _GROUP))
+
+
+@triton.jit
+def _key_groups(share, R: tl.constexpr):
+    """(group, channel) of a program's scales [channels, R/32, 1]."""
+    return tl.arange(0, R // _GROUP)[None, :, None], (share * _CHANNELS + tl.arange(0, _CHANNELS))[:, None, None]
+
+
+@triton.jit
+def _value_groups(share, F: tl.constexpr, C: tl.constexpr):
+    """(first token, token, group) of a program's scales [tokens, C/32, 1]."""
+    start = (share - _get(F, "head_dim") // _CHANNELS) * _TOKENS
+    return start, start + tl.arange(0, _TOKENS)[:, None, None], tl.arange(0, C // _GROUP)[None, :, None]
+
+
+@triton.jit
+def _fit_values(v, zeros, scales, share, where, F: tl.constexpr, C: tl.constexpr, VS: tl.constexpr, ROUNDS: tl.constexpr):
+    start, t, group = _value_groups(share, F, C)
+    y = _values(v, zeros, start, where, F, C, True)
+    PER: tl.constexpr = VS // _get(F, "page")
+    tl.store(scales + t * PER + group, _scales(y, 2, ROUNDS), mask=group < PER)
+
+
+@triton.jit
+def _round_keys(
+    y, weight, scales, errors, share, F: tl.constexpr, R: tl.constexpr, KS: tl.constexpr, WEIGHTED: tl.constexpr
+):  # fmt: skip
+    group, channel = _key_groups(share, R)
+    factor, known = _factor(scales, KS)[None, None, :], group < _get(F, "page") // _GROUP
+    step = _narrow(tl.load(scales + group * _get(F, "head_dim") + channel, mask=known, other=0.0), factor)[0] * factor
+    off = y - _meaning(_codes(y, step)).to(tl.float32) * step
+    error, c = tl.sum(total(off * off, 2), 1), (share * _CHANNELS + tl.arange(0, _CHANNELS))[:, None]
+    if WEIGHTED:
+        error *= tl.load(weight + c).to(tl.float64)
+    tl.store(errors + c, error)
+
+
+@triton.jit
+def _round_values(v, zeros, scales, page, share, where, F: tl.constexpr, C: tl.constexpr, VS: tl.constexpr):
+    start, t, group = _value_groups(share, F, C)
+    y = _values(v, zeros, start, where, F, C, False)
+    PER: tl.constexpr = VS // _get(F, "page")
+    factor = _factor(scales, VS)[None, None, :]
+    step, byte = _narrow(tl.load(scales + t * PER + group, mask=group < PER, other=0.0), factor)
+    code = tl.where(t >= where[4], _codes(y, step * factor), 0)
+    put_values(page, tl.reshape(code, (_TOKENS, C)), start, F, C)
+    tl.store(page + _at(F, "v_scale") + group * _get(F, "page") + _stored(t, F), byte, mask=group < PER)
+    zero = tl.load(zeros + _get(F, "head_dim") + start + tl.arange(0, _TOKENS))
+    halves = page.to(tl.pointer_type(tl.float16)) + _at(F, "v_zero") // 2
+    tl.store(halves + _stored(start + tl.arange(0, _TOKENS), F), zero.to(tl.float16))
+
+
+@triton.jit
+def _fit_pages(
+    k, v, doubles, zeros,
+    table, tables, width, slots, rows_at, skip, entries, heads, outer, inner, page_group,
+    F: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    KS: tl.constexpr, VS: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Program (page, its share of channels of K or of tokens of V). `doubles` [pages, KS + VS]: scales [T/32, D], [T, D/32]."""
+    unit, share = tl.program_id(0), tl.program_id(1)
+    where = entry(unit % entries, table, tables, width, slots, rows_at, skip, F, KIND, M, MP)
+    if where[0] >= 0:
+        D: tl.constexpr = _get(F, "head_dim")
+        T: tl.constexpr = _get(F, "page")
+        scales, own = doubles + unit.to(tl.int64) * (KS + VS), zeros + unit * (D + T)
+        if share < D // _CHANNELS:
+            y = _channels(head_of(k, unit // entries, heads, outer, inner), own, share, where, F, R, True)
+            group, c = _key_groups(share, R)
+            tl.store(scales + group * D + c, _scales(y, 2, ROUNDS), mask=group < T // _GROUP)
+        else:
+            _fit_values(head_of(v, unit // entries, heads, outer, inner), own, scales + KS, share, where, F, C, VS, ROUNDS)
+
+
+@triton.jit
+def _round_pages(
+    k, v, pages, weight, doubles, zeros, errors,
+    table, tables, width, slots, rows_at, skip, entries, heads, outer, inner, page_group,
+    F: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    KS: tl.constexpr, VS: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Program as above: errors of K's channels; V's codes, scales and zeros."""
+    unit, share = tl.program_id(0), tl.program_id(1)
+    where = entry(unit % entries, table, tables, width, slots, rows_at, skip, F, KIND, M, MP)
+    if where[0] >= 0:
+        D: tl.constexpr = _get(F, "head_dim")
+        T: tl.constexpr = _get(F, "page")
+        scales, own = doubles + unit.to(tl.int64) * (KS + VS), zeros + unit * (D + T)
+        if share < D // _CHANNELS:
+            y = _channels(head_of(k, unit // entries, heads, outer, inner), own, share, where, F, R, False)
+            _round_keys(y, weight + unit * D, scales, errors + unit * D, share, F, R, KS, WEIGHTED)
+        else:
+            page = head_of(pages, unit // entries, 1, page_group, 0) + where[0].to(tl.int64) * _get(F, "blob_bytes")
+            _round_values(head_of(v, unit // entries, heads, outer, inner), own, scales + KS, page, share, where, F, C, VS)
+
+
+@triton.jit
+def _towards(y, counted, step):
+    """`fit.towards`: y [N, C], zero taken off; counted, step [1, C] -> codes."""
+    code, least = tl.zeros(y.shape, tl.int32), tl.full([1, 1], float("inf"), tl.float64)
+    for turn in tl.static_range(_TURNS):
+        tried = _codes(y * _nudged(turn), step)
+        miss = tl.abs(total(tl.where(counted, (_meaning(tried).to(tl.float32) * step - y) * y, 0.0), 1))
+        if turn == 0:
+            code, least = tried, miss
+        else:
+            code = tl.where(miss < least, tried, code)
+            least = tl.minimum(miss, least)
+    return code
+
+
+@triton.jit
+def _choose(
+    k, pages, doubles, zeros, errors,
+    table, tables, width, slots, rows_at, skip, entries, heads, outer, inner, page_group,
+    F: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    KS: tl.constexpr, VS: tl.constexpr,
+):  # fmt: skip
+    """Program (page, 16 of its keys); the first of a page writes what belongs to all."""
+    unit, share = tl.program_id(0), tl.program_id(1)
+    where = entry(unit % entries, table, tables, width, slots, rows_at, skip, F, KIND, M, MP)
+    if where[0] >= 0:
+        D: tl.constexpr = _get(F, "head_dim")
+        T: tl.constexpr = _get(F, "page")
+        scales, own, error = doubles + unit.to(tl.int64) * (KS + VS), zeros + unit * (D + T), errors + unit * D
+        page = head_of(pages, unit // entries, 1, page_group, 0) + where[0].to(tl.int64) * _get(F, "blob_bytes")
+        c = tl.arange(0, C)[None, :]
+        outlier = worst(tl.load(error + c, mask=c < D, other=-1.0), c, F, C)
+        start, factor = share * _KEYS, _factor(scales, KS)[None, :]
+        t = start + tl.arange(0, _KEYS)[:, None]
+        step = tl.load(scales + start // _GROUP * D + c, mask=c < D, other=0.0)
+        step = _narrow(step, factor)[0] * factor
+        zero = tl.load(own + c, mask=c < D, other=0.0)
+        x = tokens(head_of(k, unit // entries, heads, outer, inner), t, c, where, F)
+        code = _towards(tl.where(t >= where[4], x - zero, 0.0), (outlier == 0) & (c < D), step)
+        put_keys(page, tl.where((t >= where[4]) & (outlier == 0), code, 0), start, F, _KEYS, C)
+        put_outliers(page, x, outlier, t, F, C)
+        if share == 0:
+            group = tl.arange(0, R // _GROUP)[:, None]
+            known = (group < T // _GROUP) & (c < D)
+            byte = _narrow(tl.load(scales + group * D + c, mask=known, other=0.0), factor)[1]
+            tl.store(page + _at(F, "k_scale") + group * D + c, tl.where(outlier, 0, byte).to(tl.uint8), mask=known)
+            halves = page.to(tl.pointer_type(tl.float16)) + _at(F, "k_zero") // 2
+            tl.store(halves + c, (zero * tl.where(outlier, 0.0, 1.0)).to(tl.float16), mask=c < D)  # -0, as the reference
+            put_meta(page, outlier, outlier, _factor(scales + KS, VS)[None, :], factor, F, C)
