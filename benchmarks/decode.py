@@ -121,13 +121,8 @@ def sweep(rig: Rig, wanted: list[Case], arguments: argparse.Namespace, speed: fl
 
 
 def intrusions(rig: Rig, case: Case, arguments: argparse.Namespace) -> Iterator[Row]:
-    """What running streams notice of a prompt that enters, by how many rows of it a step takes. Over sealed pages, where steps
-    with prompts are not recorded, only the most."""
-    wanted = [int(rows) for rows in arguments.prompt_rows.split(",")]
-    sealed = case.kv != "bfloat16"
-    for rows in [max(wanted)] if sealed else wanted:
-        if sealed:  # kernels that are not recorded are compiled first
-            rig.intrusion(case.batch, case.context, INTRUSION, rows)
+    """What running streams notice of a prompt that enters, by how many rows of it a step takes."""
+    for rows in map(int, arguments.prompt_rows.split(",")):
         gaps, first = rig.intrusion(case.batch, case.context, INTRUSION, rows)
         p50, p99 = percentiles(gaps)
         what = f"while a prompt of {INTRUSION} enters by {rows}"

@@ -139,7 +139,7 @@ class Rig:
         width = -(-(context + PAGE + steps) // PAGE)
         lanes = batch + (1 if prompt_rows else 0)
         shape = {"max_batch": lanes, "max_pages": width, "page_size": PAGE, "device": self.device}
-        chunks = (prompt_rows,) if prompt_rows and isinstance(self.cache, KvCache) else ()
+        chunks = (prompt_rows,) if prompt_rows else ()
         buffers = LayoutBuffers(max_tokens=lanes + prompt_rows, **shape, buckets=(lanes,), chunk_rows=chunks)
         model = (self.model_of or self.recorded)(buffers)
         model.ahead = ahead  # type: ignore[misc]

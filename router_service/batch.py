@@ -31,6 +31,10 @@ class PrefillRows:
     lane: int = 0
     loaded: int = 0
 
+    def place(self, decodes: int) -> tuple[int, int, int, int, int]:
+        """Its row of `ChunkPlan.chunks`, rows counted from behind the step's `decodes`."""
+        return self.first - decodes, self.start, self.lane, self.loaded, self.count
+
 
 @dataclass(frozen=True)
 class StepBatch:

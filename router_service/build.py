@@ -142,7 +142,7 @@ def kv_bytes(config: RouterConfig, spec: ModelSpec, placement: Placement) -> tup
     if placement.sealed is None:
         return KvCache.page_bytes(spec, config.page_size, placement.kv_dtype), 0
     lanes = (config.max_batch + 1) * SealedCache.lane_bytes(spec, placement.sealed, placement.exempt)
-    rows = config.max_step_tokens * SealedCache.row_bytes(spec, placement.exempt)
+    rows = SealedCache.rows_bytes(spec, placement.sealed, placement.exempt, config.max_step_tokens)
     return SealedCache.page_bytes(spec, placement.sealed, placement.exempt), lanes + rows
 
 
@@ -210,7 +210,6 @@ def buffers(config: RouterConfig, sizes: Sizes, placement: Placement) -> StepBuf
     if recorded and buckets and config.graphs == "auto":
         wanted = *PROMPT_ROWS, config.prompt_rows or config.max_step_tokens, config.max_step_tokens
         prompts = sorted({min(rows, config.max_step_tokens) for rows in wanted})
-        prompts = [] if placement.sealed else prompts  # chunks over sealed pages are planned on the host
         return LayoutBuffers(**shape, page_size=config.page_size, device=device, buckets=buckets, chunk_rows=prompts)
     paged = device.type == "cuda" and placement.sealed is None
     return StepBuffers(**shape, page_size=config.page_size, device=device, buckets=buckets, paged=paged)

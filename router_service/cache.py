@@ -53,6 +53,9 @@ class KvCache:
     def _narrowed(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if rows.dtype == self.dtype else rows.clamp(-self._limit, self._limit).to(self.dtype)
 
+    def prepare(self, batch: StepBatch) -> None:
+        """Nothing has to be."""
+
     def recordable(self, batch: StepBatch) -> bool:
         """Any step is."""
         return True

@@ -109,6 +109,7 @@ class CapturedTrunk:
             ran.found = self._decoder.experts.counters.cpu() if shadows else None
             return eager
         replay, logits = found
+        self.cache.prepare(batch)
         replay()
         if marked:
             ran.times = to_host(self._clock.times)

@@ -38,7 +38,7 @@ class LayoutBuffers(StepBuffers):
         sizes = {"max_batch": max_batch, "max_pages": max_pages, "page_size": page_size}
         room = max_tokens + max(buckets)
         self._most_blocks = max(chunk_rows, default=0) // BLOCK + CHUNKS
-        words = 4 * self._most_blocks + CHUNKS * max_pages
+        words = 4 * self._most_blocks + CHUNKS * (5 + max_pages)
         super().__init__(max_tokens=room, **sizes, device=device, buckets=buckets, paged=True, chunk_words=words)
         self.decode_rows = tuple(rows for rows in self.buckets if rows <= self.max_batch)
         self.chunk_rows = tuple(chunk_rows)
@@ -92,14 +92,20 @@ class LayoutBuffers(StepBuffers):
         """Blocks and pages of the chunks on the device; rows are counted from the first prompt row."""
         host, width = self._staging.chunks, self._table.shape[1]
         blocks, first = prompt // BLOCK + CHUNKS, 4 * self._most_blocks
-        table = host[first:].view(CHUNKS, width)
+        behind = first + 5 * CHUNKS
+        whose, table = host[first:behind].view(CHUNKS, 5), host[behind:].view(CHUNKS, width)
+        whose.zero_()
         for index, chunk in enumerate(prefills):
             table[index, : len(chunk.pages)] = torch.tensor(chunk.pages, dtype=torch.int32)
+            whose[index] = torch.tensor(chunk.place(decodes), dtype=torch.int32)
         cut = [(chunk.first - decodes, chunk.count, chunk.start) for chunk in prefills]
         if not fill_blocks(host[: 4 * blocks].view(-1, 4), cut):
             raise AssertionError("a chunk has at most one block that is not full")
         self._chunks.copy_(host, non_blocking=True)
-        return ChunkPlan(self._chunks[: 4 * blocks].view(-1, 4), self._chunks[first:].view(CHUNKS, width))
+        there = self._chunks
+        return ChunkPlan(
+            there[: 4 * blocks].view(-1, 4), there[behind:].view(CHUNKS, width), there[first:behind].view(CHUNKS, 5)
+        )
 
     def _picks(self, picks: list[int]) -> torch.Tensor:
         """On the device, without waiting for it."""

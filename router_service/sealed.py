@@ -12,27 +12,26 @@ positions and whole pages, all of which a replay writes again; only `commit` mov
 fail. A request's tail and sinks are its `lane`, a number below the largest batch that the scheduler gives out.
 
 Layers that are exempt keep float16 pages in a cache of their own, under the same page numbers.
-Letters: L sealed layers, T tokens of a page, S sinks, R rows of a step; the others as everywhere.
+What a step does with it: `sealed_step.py`. Letters: L sealed layers, S sinks, R rows of a step; the others as everywhere.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from forefetch.kernels.attention import decode_sealed, prefill_sealed
+from forefetch.kernels.attention import ChunkPlan, Rows, plan_chunks
 from forefetch.kernels.attention.sealed import SealedKv, SealedPlan
-from forefetch.kernels.kv_codec import KvFormat, seal
-from forefetch.kernels.kv_codec.formats import SATURATION
-from forefetch.kernels.qkv import HeadNorms, enter
+from forefetch.kernels.kv_codec import KvFormat, move_tails, seal_tails
 from forefetch.spec import ModelSpec
 from router_service.batch import PrefillRows, StepBatch
-from router_service.cache import DenseStep, KvCache
+from router_service.cache import KvCache
 from router_service.pages import SCRATCH
+from router_service.sealed_step import SealedStep
 
 HALF = torch.float16
 
@@ -58,10 +57,12 @@ class SealedCache:
         self.exact = KvCache(rest, pages=pages, page_size=format.page, dtype=HALF, device=device)
         heads, dim, layers = spec.kv_heads, spec.head_dim, len(self.place)
         self.pages = torch.zeros((layers, heads, pages, format.blob_bytes), dtype=torch.uint8, device=device)
-        # One lane more than requests: idle rows of padded steps write there.
-        self.tails = torch.zeros((layers, 2, heads, lanes + 1, format.tail_tokens, dim), dtype=HALF, device=device)
-        self.sinks = torch.zeros((layers, 2, heads, lanes + 1, format.sinks, dim), dtype=HALF, device=device)
-        self.rows = torch.zeros((layers, 2, heads, max_rows, dim), dtype=HALF, device=device)
+        # One lane more than requests: idle rows of padded steps write there. Prompt rows lie behind it until they are committed.
+        entries = lanes + 1 + _row_entries(format, max_rows)
+        self._tails = torch.zeros((layers, 2, heads, entries, format.tail_tokens, dim), dtype=HALF, device=device)
+        self._sinks = torch.zeros((layers, 2, heads, entries, format.sinks, dim), dtype=HALF, device=device)
+        self.tails, self.sinks = self._tails[:, :, :, : lanes + 1], self._sinks[:, :, :, : lanes + 1]
+        self.rows = self._tails[:, :, :, lanes + 1 :].flatten(3, 4)
         self.block_bytes = self.page_bytes(spec, format, exempt)
         self._void: Tensor | None = None
         self._loaded: set[int] = set()  # first pages whose sinks no lane has taken yet
@@ -82,14 +83,19 @@ class SealedCache:
         return tokens * (spec.layers - len(exempt)) * spec.kv_heads * 2 * spec.head_dim * HALF.itemsize
 
     @staticmethod
-    def row_bytes(spec: ModelSpec, exempt: Collection[int]) -> int:
-        """Bytes that one row of the largest step takes until it is committed."""
-        return (spec.layers - len(exempt)) * spec.kv_heads * 2 * spec.head_dim * HALF.itemsize
+    def rows_bytes(spec: ModelSpec, format: KvFormat, exempt: Collection[int], max_rows: int) -> int:
+        """Bytes that the rows of the largest step take until they are committed."""
+        tokens = _row_entries(format, max_rows) * (format.tail_tokens + format.sinks)
+        return tokens * (spec.layers - len(exempt)) * spec.kv_heads * 2 * spec.head_dim * HALF.itemsize
 
     def layer(self, place: int) -> SealedKv:
         """One sealed layer as kernels take it."""
-        tails, sinks = self.tails[place], self.sinks[place]
+        tails, sinks = self._tails[place], self._sinks[place]
         return SealedKv(self.pages[place], tails[0], tails[1], sinks[0], sinks[1])
+
+    def layer_rows(self, place: int) -> Rows:
+        """The same memory, a step's prompt rows in it."""
+        return Rows(self._tails[place], self._sinks[place], self.lanes + 1)
 
     def sealed(self, position: int, loaded: int) -> int:
         """How many pages a query at `position` reads sealed, if the request's first `loaded` pages were."""
@@ -100,41 +106,50 @@ class SealedCache:
     def step(self, batch: StepBatch, dtype: torch.dtype, scale: float) -> SealedStep:
         """The attention of a step's rows."""
         exact = self.exact.step(batch, dtype, scale) if self.exempt else None
-        if batch.paged is not None and not batch.prefills:
-            return self._device_step(batch, exact, scale)
+        self.prepare(batch)
+        chunks, most = self._chunks(batch)
+        plan, positions = self._paged_plan(batch) if batch.paged is not None else self._listed_plan(batch)
+        places = (plan.tail * self.format.tail_tokens + positions - plan.sealed * self.page_size).long()
+        early = None if self.recordable(batch) else positions < self.format.sinks
+        return SealedStep(self, batch, plan, places, positions.long(), early, chunks, most, exact, scale)
+
+    def prepare(self, batch: StepBatch) -> None:
+        """The first chunk behind a cached prefix brings the sinks that came with it into its lane."""
         for rows in batch.prefills:
-            self._take_sinks(rows)
+            page = rows.pages[0]
+            if rows.loaded and page in self._loaded and rows.start == rows.loaded * self.page_size:
+                self.sinks[:, :, :, rows.lane] = self._first[page].to(self.sinks.device)
+
+    def recordable(self, batch: StepBatch) -> bool:
+        """Unless a decode row still writes sinks."""
+        return min(batch.lengths, default=self.format.sinks + 1) > self.format.sinks
+
+    def _listed_plan(self, batch: StepBatch) -> tuple[SealedPlan, Tensor]:
+        """What decode rows read, and their positions, from the host's lists."""
         device, positions = self.pages.device, [length - 1 for length in batch.lengths]
         sealed = [self.sealed(at, loaded) for at, loaded in zip(positions, batch.loaded, strict=True)]
-        offsets = [at - count * self.page_size for at, count in zip(positions, sealed, strict=True)]
-        numbers = torch.tensor([sealed, batch.lengths, batch.lanes, offsets, positions], dtype=torch.int32).to(device)
-        plan = SealedPlan(batch.page_table.int().to(device), numbers[0], numbers[1], numbers[2])
-        places = (numbers[2] * self.format.tail_tokens + numbers[3]).long()
-        early = numbers[4] < self.format.sinks if min(positions, default=self.format.sinks) < self.format.sinks else None
-        return SealedStep(self, batch, plan, places, numbers[4].long(), early, exact, scale)
+        numbers = torch.tensor([sealed, batch.lengths, batch.lanes, positions], dtype=torch.int32).to(device)
+        return SealedPlan(batch.page_table.int().to(device), numbers[0], numbers[1], numbers[2]), numbers[3]
 
-    def _device_step(self, batch: StepBatch, exact: DenseStep | None, scale: float) -> SealedStep:
-        """A step of decode rows alone, whose places are worked out on the device: nothing depends on the host."""
+    def _paged_plan(self, batch: StepBatch) -> tuple[SealedPlan, Tensor]:
+        """The same worked out on the device: nothing depends on the host. Idle rows have a lane of their own."""
         assert batch.paged is not None
         assert batch.held is not None
         lengths, format = batch.paged.lengths, self.format
         positions = (lengths - 1).clamp_min(0)
         sealed = torch.maximum((positions - format.recent).clamp_min(0) // format.page, batch.held[1])
         lanes = torch.where(lengths > 0, batch.held[0], self.lanes)
-        places = (lanes * format.tail_tokens + positions - sealed * format.page).long()
-        plan = SealedPlan(batch.paged.table, sealed, lengths.clamp_min(1), lanes)
-        early = positions < format.sinks if not self.recordable(batch) else None
-        return SealedStep(self, batch, plan, places, positions.long(), early, exact, scale)
+        return SealedPlan(batch.paged.table, sealed, lengths.clamp_min(1), lanes), positions
 
-    def recordable(self, batch: StepBatch) -> bool:
-        """Unless a row still writes sinks."""
-        return min(batch.lengths, default=self.format.sinks + 1) > self.format.sinks
-
-    def _take_sinks(self, rows: PrefillRows) -> None:
-        """The first chunk behind a cached prefix brings the sinks that came with it into its lane."""
-        page = rows.pages[0]
-        if rows.loaded and page in self._loaded and rows.start == rows.loaded * self.page_size:
-            self.sinks[:, :, :, rows.lane] = self._first[page].to(self.sinks.device)
+    def _chunks(self, batch: StepBatch) -> tuple[ChunkPlan | None, int]:
+        """Prompt rows as kernels take them, and how many pages they fill at most."""
+        if batch.chunked is not None:
+            return batch.chunked, batch.layout[1] // self.page_size + len(batch.chunked.chunks)
+        if not batch.prefills:
+            return None, 0
+        plan = plan_chunks([rows.place(batch.decodes) for rows in batch.prefills], [rows.pages for rows in batch.prefills])
+        filled = sum(self.sealed(r.start + r.count, r.loaded) - self.sealed(r.start, r.loaded) for r in batch.prefills)
+        return ChunkPlan(*(part.to(self.pages.device) for part in (plan.blocks, plan.tables, plan.chunks))), filled
 
     def commit(self, batch: StepBatch) -> None:
         """The step's rows are final: pages that became old enough are sealed, tails move on."""
@@ -147,43 +162,32 @@ class SealedCache:
         if due:
             self._seal_tails(due)
         for rows in batch.prefills:
-            self._commit_chunk(rows)
+            self._commit_chunk(rows, batch.decodes)
 
     def heed(self, void: Tensor) -> None:
         """While `void`, int32 [1] on the device, is not 0, no commit of decode rows seals a page or moves a tail."""
         self._void = void
 
-    def _unless_void(self, numbers: Tensor, otherwise: int) -> Tensor:
-        return numbers if self._void is None else numbers.masked_fill(self._void != 0, otherwise)
-
     def _seal_tails(self, due: list[tuple[int, int, int]]) -> None:
         """(lane, page number, its index in the request): each lane's tail begins with a full page."""
-        size, recent = self.page_size, self.format.recent
-        for first in (False, True):
-            some = [(lane, page) for lane, page, index in due if (index == 0) == first]
-            if some:
-                chosen, numbers = self._there(list(zip(*some, strict=True)))
-                k, v = (self.tails[:, kind][:, :, chosen, :size].flatten(0, 2) for kind in (0, 1))
-                blobs = seal(k, v, self.format, skip=self.format.sinks if first else 0)
-                self.pages[:, :, self._unless_void(numbers, SCRATCH)] = blobs.view(*self.pages.shape[:2], len(some), -1)
-            for lane, page in some:
-                self._remember(page, self.sinks[:, :, :, lane] if first else None)
-        if recent:
-            lanes = self._unless_void(self._there([[lane for lane, _, _ in due]])[0], self.lanes)
-            self.tails[..., lanes, :recent, :] = self.tails[..., lanes, size : size + recent, :]
+        table = [(lane, page, 0 if index else self.format.sinks) for lane, page, index in due]
+        # Without waiting for the device: the step that is launched next must not be held up.
+        there = torch.tensor(table, dtype=torch.int32, pin_memory=self.pages.is_cuda).to(self.pages.device, non_blocking=True)
+        seal_tails(self.tails, self.pages, there, self.format)
+        for lane, page, index in due:
+            self._remember(page, None if index else self.sinks[:, :, :, lane])
+        move_tails(self.tails, there, self.format)
 
-    def _there(self, numbers: Sequence[Sequence[int]]) -> Tensor:
-        """Indices on the device, without waiting for it: the step that is launched next must not be held up."""
-        there = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.pages.is_cuda)
-        return there.to(self.pages.device, non_blocking=True)
-
-    def _commit_chunk(self, rows: PrefillRows) -> None:
-        end = rows.start + rows.count
+    def _commit_chunk(self, rows: PrefillRows, decodes: int) -> None:
+        """What of the tail and the chunk no page holds becomes the tail."""
+        end, first = rows.start + rows.count, rows.first - decodes
         before, after = self.sealed(rows.start, rows.loaded), self.sealed(end, rows.loaded)
-        low, held = before * self.page_size, rows.start - before * self.page_size
-        new = self.rows[:, :, :, rows.first : rows.first + rows.count]
-        fresh = torch.cat((self.tails[:, :, :, rows.lane, :held], new), 3)[:, :, :, after * self.page_size - low :]
-        self.tails[:, :, :, rows.lane, : fresh.shape[3]] = fresh
+        tail, low, edge = self.tails[:, :, :, rows.lane], before * self.page_size, after * self.page_size
+        held = max(0, rows.start - max(low, edge))  # of the old tail, what stays
+        if held and edge > low:
+            tail[:, :, :, :held] = tail[:, :, :, edge - low : edge - low + held].clone()
+        own = self.rows[:, :, :, first + max(0, edge - rows.start) : first + rows.count]
+        tail[:, :, :, end - edge - own.shape[3] : end - edge] = own
         for index in range(before, after):
             self._remember(rows.pages[index], self.sinks[:, :, :, rows.lane] if index == 0 else None)
         if rows.loaded:
@@ -259,66 +263,6 @@ COPIES = 2
 """Sinks kept per lane for the KV service: of the request that runs there, and of one whose pages are still being copied."""
 
 
-@dataclass(frozen=True, slots=True)
-class SealedStep:
-    """What the layers of one step share. `places`: where decode rows go in the flattened tails; `early`: which are sinks."""
-
-    cache: SealedCache
-    batch: StepBatch
-    plan: SealedPlan
-    places: Tensor  # [decodes] int64
-    positions: Tensor  # [decodes] int64
-    early: Tensor | None  # [decodes] bool; None: none
-    exact: DenseStep | None
-    scale: float
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [R, Hq, D], k, v [R, Hkv, D] -> [R, Hq, D]. All rows are written first, so that a chunk sees itself."""
-        place = self.cache.place.get(layer)
-        if place is None:
-            assert self.exact is not None
-            return self.exact(self.cache.exempt[layer], q, k, v)
-        new = torch.stack((k, v)).clamp_(-SATURATION, SATURATION).to(HALF).transpose(1, 2)  # [2, Hkv, R, D]
-        out, n = torch.zeros_like(q), self.batch.decodes
-        kv = self.cache.layer(place)
-        if n:
-            self._write(place, new[:, :, :n])
-            out[:n] = decode_sealed(q[:n], kv, self.plan, self.cache.format, self.scale)
-        for rows in self.batch.prefills:
-            span = slice(rows.first, rows.first + rows.count)
-            out[span] = self._chunk(place, kv, rows, q[span], new[:, :, span])
-        return out
-
-    def decode(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None) -> Tensor:
-        """The QKV product's rows [B, (Hq + 2 Hkv) D] of decode rows that write no sinks -> [B, Hq, D], without the host."""
-        place = self.cache.place.get(layer)
-        if place is None:
-            assert self.exact is not None
-            return self.exact.decode(self.cache.exempt[layer], qkv, cos, sin, norms)
-        kv = self.cache.layer(place)
-        tails = kv.tail_k.flatten(1, 2), kv.tail_v.flatten(1, 2)
-        q = enter(qkv, cos, sin, norms, self.places, *tails, limit=SATURATION)
-        return decode_sealed(q, kv, self.plan, self.cache.format, self.scale)
-
-    def _write(self, place: int, new: Tensor) -> None:
-        """Decode rows [2, Hkv, n, D] into their tails, and the first tokens of a sequence into its sinks."""
-        self.cache.tails[place].flatten(2, 3).index_copy_(2, self.places, new)
-        if self.early is not None and self.cache.format.sinks:
-            lanes = self.plan.tail[self.early].long()
-            self.cache.sinks[place][:, :, lanes, self.positions[self.early]] = new[:, :, self.early]
-
-    def _chunk(self, place: int, kv: SealedKv, rows: PrefillRows, q: Tensor, new: Tensor) -> Tensor:
-        """A chunk of one request: its rows kept for `commit`, its pages sealed, its queries answered."""
-        cache, format = self.cache, self.cache.format
-        cache.rows[place][:, :, rows.first : rows.first + rows.count] = new
-        if (count := min(rows.start + rows.count, format.sinks) - rows.start) > 0:
-            cache.sinks[place][:, :, rows.lane, rows.start : rows.start + count] = new[:, :, :count]
-        before = cache.sealed(rows.start, rows.loaded)
-        after = cache.sealed(rows.start + rows.count, rows.loaded)
-        held = rows.start - before * format.page
-        k, v = torch.cat((cache.tails[place][:, :, rows.lane, :held], new), 2)
-        for index in range(before, after):
-            span = slice((index - before) * format.page, (index - before + 1) * format.page)
-            kv.pages[:, rows.pages[index]] = seal(k[:, span], v[:, span], format, skip=0 if index else format.sinks)
-        pages = torch.tensor(rows.pages[:after], dtype=torch.long, device=q.device)
-        return prefill_sealed(q, k, v, pages, kv, rows.lane, rows.start, format, self.scale, loaded=rows.loaded)
+def _row_entries(format: KvFormat, max_rows: int) -> int:
+    """Tails' worth of memory that so many rows take."""
+    return -(-max_rows // format.tail_tokens)

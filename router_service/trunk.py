@@ -61,6 +61,9 @@ class Cache(Protocol):
     def step(self, batch: StepBatch, dtype: torch.dtype, scale: float) -> Attention:
         """The attention of one step's rows; `dtype` of the queries, `scale` of the scores."""
 
+    def prepare(self, batch: StepBatch) -> None:
+        """Before a recorded step is replayed; a step's attention does it by itself."""
+
     def recordable(self, batch: StepBatch) -> bool:
         """Whether a step in a fixed layout may be replayed: its rows lie where a recorded step looks for them."""
 

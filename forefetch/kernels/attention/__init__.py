@@ -16,18 +16,20 @@ from forefetch.kernels.attention.chunks import ChunkPlan, fill_blocks, prefill_c
 from forefetch.kernels.attention.cpu import DecodePlan, plan_decode, prefill
 from forefetch.kernels.attention.paged import PagedPlan, decode_paged
 from forefetch.kernels.attention.sealed import decode_sealed
-from forefetch.kernels.attention.sealed_chunks import SealedChunkPlan, prefill_sealed
+from forefetch.kernels.attention.sealed_chunks import Rows, enter_chunks, plan_chunks, prefill_sealed
 
 __all__ = [
     "ChunkPlan",
     "DecodePlan",
     "PagedPlan",
-    "SealedChunkPlan",
+    "Rows",
     "decode",
     "decode_paged",
     "decode_planned",
     "decode_sealed",
+    "enter_chunks",
     "fill_blocks",
+    "plan_chunks",
     "plan_decode",
     "prefill",
     "prefill_chunks",

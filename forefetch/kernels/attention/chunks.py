@@ -16,10 +16,14 @@ BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """blocks int32 [NB, 4]: first row, rows (0: idle), position of the first row, row of `tables`; tables int32 [M, P]."""
+    """All int32. blocks [NB, 4]: first row, rows (0: idle), position of the first row, chunk; tables [M, P]: pages of each chunk.
+
+    chunks [M, 5], which only sealed pages need: first row, its position, the request's entry among tails and sinks, pages that a
+    cached prefix brought, rows (0: idle)."""
 
     blocks: Tensor
     tables: Tensor
+    chunks: Tensor
 
 
 def prefill_chunks(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ChunkPlan, scale: float) -> Tensor:

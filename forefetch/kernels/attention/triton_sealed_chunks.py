@@ -10,18 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forefetch.kernels.attention.chunks import BLOCK
+from forefetch.kernels.attention.chunks import BLOCK, ChunkPlan
 from forefetch.kernels.attention.sealed import SealedKv
-from forefetch.kernels.attention.sealed_chunks import SealedChunkPlan
+from forefetch.kernels.attention.sealed_chunks import Rows
 from forefetch.kernels.attention.sealed_triton import _add
 from forefetch.kernels.kv_codec.formats import KvFormat
 from forefetch.kernels.kv_codec.triton import TOKENS, _get, columns, key_tile, value_tile
 
 
 def prefill_sealed_chunks(
-    q: Tensor, k: Tensor, v: Tensor, kv: SealedKv, plan: SealedChunkPlan, format: KvFormat, scale: float
+    q: Tensor, k: Tensor, v: Tensor, kv: SealedKv, plan: ChunkPlan, format: KvFormat, scale: float
 ) -> Tensor:
-    """q [C, Hq, D] of any float type, k, v float16 [Hkv, rows, D] (`SealedChunkPlan`) -> [C, Hq, D] in q's type; rows in no
+    """q [C, Hq, D] of any float type, k, v float16 [Hkv, rows, D] -> [C, Hq, D] in q's type; rows in no
     block come out as anything. Nothing is read on the host. ValueError for shapes and types that do not fit."""
     (_, heads, dim), kv_heads = q.shape, len(kv.pages)
     if heads % kv_heads or dim != format.head_dim or kv.pages.shape[2] != format.blob_bytes or k.shape != v.shape:
@@ -43,6 +43,34 @@ def prefill_sealed_chunks(
         num_stages=1,
     )
     return out
+
+
+def put_sinks(rows: Rows, plan: ChunkPlan, format: KvFormat) -> None:
+    """The first tokens of requests that are among the chunks' rows, to their sinks."""
+    if not format.sinks:
+        return
+    kinds, heads, entries, slots, dim = rows.tails.shape
+    tile = triton.next_power_of_2(format.sinks), triton.next_power_of_2(dim)
+    _sinks[(len(plan.chunks), kinds * heads)](
+        *(rows.tails, rows.sinks, plan.chunks, rows.lanes * slots, entries * slots, rows.sinks.shape[2]),
+        *(format.sinks, dim, *tile),
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _sinks(
+    tails, sinks, chunks, rows_at, slots, entries,
+    S: tl.constexpr, D: tl.constexpr, SP: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk, K or V of a KV head)."""
+    chunk, head = chunks + tl.program_id(0) * 5, tl.program_id(1).to(tl.int64)
+    first, start, lane, count = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 4)
+    position, channel = tl.arange(0, SP)[:, None], tl.arange(0, DP)[None, :]
+    mine = (position >= start) & (position < start + count) & (position < S) & (channel < D)
+    row = head * slots + rows_at + first + position - start
+    value = tl.load(tails + row * D + channel, mask=mine, other=0.0)
+    tl.store(sinks + ((head * entries + lane) * S + position) * D + channel, value, mask=mine)
 
 
 @triton.jit
@@ -71,8 +99,8 @@ def _sealed_chunks(
     entry, first_head = blocks + tl.program_id(0) * 4, tl.program_id(1) * H
     first, count, start, chunk = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     if count > 0:
-        row0, begin, lane = tl.load(chunks + chunk * 4), tl.load(chunks + chunk * 4 + 1), tl.load(chunks + chunk * 4 + 2)
-        loaded, kv_head = tl.load(chunks + chunk * 4 + 3), (first_head // G).to(tl.int64)
+        row0, begin, lane = tl.load(chunks + chunk * 5), tl.load(chunks + chunk * 5 + 1), tl.load(chunks + chunk * 5 + 2)
+        loaded, kv_head = tl.load(chunks + chunk * 5 + 3), (first_head // G).to(tl.int64)
         m, n, c = tl.arange(0, M), tl.arange(0, N), tl.arange(0, C)[None, :]
         position, mine = start + m // H, (m < count * H)[:, None] & (c < D)
         at = (first + m // H).to(tl.int64)[:, None], (first_head + m % H)[:, None]

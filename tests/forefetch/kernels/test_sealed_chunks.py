@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from forefetch.kernels.attention import sealed_chunks, triton_sealed_chunks
-from forefetch.kernels.attention.chunks import BLOCK, fill_blocks
+from forefetch.kernels.attention import triton_sealed_chunks
+from forefetch.kernels.attention.chunks import BLOCK, ChunkPlan
 from forefetch.kernels.attention.sealed import SealedKv
-from forefetch.kernels.attention.sealed_chunks import SealedChunkPlan, prefill_sealed
+from forefetch.kernels.attention.sealed_chunks import Rows, enter_chunks, plan_chunks, prefill_sealed
 from forefetch.kernels.attention.sealed_cpu import prefill_sealed_cpu
-from forefetch.kernels.kv_codec import NAMES, KvFormat, seal
+from forefetch.kernels.kv_codec import NAMES, KvFormat, seal, triton_seal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.2
@@ -25,37 +25,54 @@ class Mixture:
 
     format: KvFormat
     q: Tensor
-    k: Tensor
-    v: Tensor
-    kv: SealedKv
-    plan: SealedChunkPlan
+    pages: Tensor
+    rows: Rows
+    plan: ChunkPlan
     exact: Tensor
 
+    def on(self, device: str) -> Mixture:
+        """The same there, a copy."""
+        rows = Rows(self.rows.tails.to(device, copy=True), self.rows.sinks.to(device, copy=True), self.rows.lanes)
+        plan = ChunkPlan(self.plan.blocks.to(device), self.plan.tables.to(device), self.plan.chunks.to(device))
+        return dataclasses.replace(self, q=self.q.to(device), pages=self.pages.to(device, copy=True), rows=rows, plan=plan)
+
+    @property
+    def kv(self) -> SealedKv:
+        return SealedKv(self.pages, *self.rows.tails, *self.rows.sinks)
+
     def run(self) -> Tensor:
-        plan = SealedChunkPlan(*(getattr(self.plan, f.name).to(DEVICE) for f in dataclasses.fields(SealedChunkPlan)))
-        kv = SealedKv(*(getattr(self.kv, f.name).to(DEVICE) for f in dataclasses.fields(SealedKv)))
-        rows = (part.to(DEVICE) for part in (self.q, self.k, self.v))
-        return triton_sealed_chunks.prefill_sealed_chunks(*rows, kv, plan, self.format, SCALE).cpu()
+        there = self.on(DEVICE)
+        run = triton_sealed_chunks.prefill_sealed_chunks
+        return run(there.q, *there.rows.own, there.kv, there.plan, self.format, SCALE).cpu()
 
     def error(self, out: Tensor) -> float:
         n = len(self.exact)
         return float((out[:n].double() - self.exact).norm() / self.exact.norm())
+
+    def before(self) -> Mixture:
+        """As it was when the chunks' rows had just been written: their sinks and the pages that they fill hold anything."""
+        there = self.on("cpu")
+        for (_, start, lane, loaded, count), pages in zip(self.plan.chunks.tolist(), self.plan.tables, strict=True):
+            first, behind = (max(self.format.sealed_pages(at), loaded) for at in (start, start + count))
+            there.pages[:, pages[first:behind].long()] = 0xEE
+            there.rows.sinks[:, :, lane, start : start + count] = torch.nan
+        return there
 
 
 def make(format: KvFormat, chunks: list[tuple[int, int, int]], group: int = 2, kv_heads: int = 2) -> Mixture:
     """Chunks (start, rows, pages that a cached prefix brought)."""
     generator, page, dim = torch.Generator().manual_seed(3), format.page, format.head_dim
     ends = [start + count for start, count, _ in chunks]
-    most = [max(format.sealed_pages(end - 1), loaded) for end, (_, _, loaded) in zip(ends, chunks, strict=True)]
+    # A chunk's end may fill a page that none of its queries reads sealed yet.
+    most = [max(format.sealed_pages(end), loaded) for end, (_, _, loaded) in zip(ends, chunks, strict=True)]
     pages = torch.full((kv_heads, 1 + sum(most), format.blob_bytes), 0xFF, dtype=torch.uint8)
-    shape = kv_heads, len(chunks) + 1
-    tails = torch.full((2, *shape, format.tail_tokens, dim), torch.nan, dtype=torch.float16)
-    sinks = torch.full((2, *shape, format.sinks, dim), torch.nan, dtype=torch.float16)
-    total = sum(count for _, count, _ in chunks)
-    rows = torch.full((2, kv_heads, total + 3, dim), torch.nan, dtype=torch.float16)
+    total, lanes = sum(count for _, count, _ in chunks), len(chunks) + 1
+    shape = 2, kv_heads, lanes + -(-(total + 3) // format.tail_tokens)
+    tails = torch.full((*shape, format.tail_tokens, dim), torch.nan, dtype=torch.float16)
+    rows = Rows(tails, torch.full((*shape, format.sinks, dim), torch.nan, dtype=torch.float16), lanes)
     q = torch.randn(total + 3, kv_heads * group, dim, generator=generator).half()
     tables = torch.full((len(chunks), 1 + max(most)), 2**30, dtype=torch.int32)
-    free, entries, cut, places, exact, first = torch.randperm(sum(most)) + 1, torch.randperm(len(chunks)), [], [], [], 0
+    free, entries, places, exact, first = torch.randperm(sum(most)) + 1, torch.randperm(len(chunks)), [], [], 0
     for index, (start, count, loaded) in enumerate(chunks):
         own, free = free[: most[index]], free[most[index] :]
         tables[index, : len(own)] = own
@@ -67,21 +84,16 @@ def make(format: KvFormat, chunks: list[tuple[int, int, int]], group: int = 2, k
             span = slice(number * page, (number + 1) * page)
             pages[:, own[number]] = seal(whole[0][:, span], whole[1][:, span], format, skip=0 if number else format.sinks)
         tails[:, :, lane, : start - before * page] = whole[:, :, before * page : start]
-        sinks[:, :, lane, : ends[index]] = whole[:, :, : format.sinks]
-        rows[:, :, first : first + count] = whole[:, :, start:]
-        kv = SealedKv(pages, tails[0], tails[1], sinks[0], sinks[1])
-        fresh = whole[:, :, before * page :]
-        answer = prefill_sealed_cpu(
-            q[first : first + count].float(), fresh[0], fresh[1], own, kv, lane, start, format, SCALE, loaded
-        )
+        rows.sinks[:, :, lane, : ends[index]] = whole[:, :, : format.sinks]
+        rows.own[:, :, first : first + count] = whole[:, :, start:]
+        kv, fresh = SealedKv(pages, *tails, *rows.sinks), whole[:, :, before * page :]
+        answer = prefill_sealed_cpu(q[first : first + count].float(), *fresh, own, kv, lane, start, format, SCALE, loaded)
         exact.append(answer.double())
-        cut.append((first, count, start))
-        places.append([first, start, lane, loaded])
+        places.append((first, start, lane, loaded, count))
         first += count
-    blocks = torch.full((12, 4), 9, dtype=torch.int32)
-    assert fill_blocks(blocks, cut)
-    plan = SealedChunkPlan(blocks, torch.tensor(places, dtype=torch.int32), tables)
-    return Mixture(format, q, rows[0], rows[1], kv, plan, torch.cat(exact))
+    plan = plan_chunks(places, [[] for _ in chunks])
+    idle = torch.zeros((12 - len(plan.blocks), 4), dtype=torch.int32)
+    return Mixture(format, q, pages, rows, ChunkPlan(torch.cat((plan.blocks, idle)), tables, plan.chunks), torch.cat(exact))
 
 
 def small(name: str, dim: int = 32, **options: int) -> KvFormat:
@@ -117,53 +129,72 @@ def test_pages_of_the_usual_shape(name: str) -> None:
 
 def test_the_tolerance_catches_broken_kernels() -> None:
     mixture = make(small("e2m0"), [(0, 44, 0), (50, 6, 0)], kv_heads=1)
-    kv, plan, chunks = mixture.kv, mixture.plan, mixture.plan.chunks
+    plan, chunks = mixture.plan, mixture.plan.chunks
+    lane = torch.tensor([2])
     wrong = {
-        "loaded": dataclasses.replace(plan, chunks=chunks + torch.tensor([0, 0, 0, 1], dtype=torch.int32)),
-        "lane": dataclasses.replace(
-            plan, chunks=chunks.clone()[:, [0, 1, 2, 3]].index_copy_(1, torch.tensor([2]), 1 - chunks[:, 2:3])
-        ),
+        "loaded": dataclasses.replace(plan, chunks=chunks + torch.tensor([0, 0, 0, 1, 0], dtype=torch.int32)),
+        "lane": dataclasses.replace(plan, chunks=chunks.clone().index_copy_(1, lane, 1 - chunks[:, 2:3])),
         "position": dataclasses.replace(plan, blocks=plan.blocks - torch.tensor([0, 0, 1, 0], dtype=torch.int32)),
     }
     for what, other in wrong.items():
         found = mixture.error(dataclasses.replace(mixture, plan=other).run())
         assert not found <= BOUND, what
-    sinks = dataclasses.replace(mixture, kv=dataclasses.replace(kv, sink_v=kv.sink_v.flip(3)))
-    assert not sinks.error(sinks.run()) <= BOUND
+    mixture.rows.sinks[1] = mixture.rows.sinks[1].flip(2)
+    assert not mixture.error(mixture.run()) <= BOUND
+
+
+CHUNKS = [(0, 77, 0), (50, 30, 0), (3, 1, 0), (64, 12, 2), (30, 11, 0)]
+
+
+def entered(before: Mixture) -> Mixture:
+    """Behind the kernels that a recorded step runs."""
+    there, format = before.on(DEVICE), before.format
+    triton_sealed_chunks.put_sinks(there.rows, there.plan, format)
+    most = sum(count // format.page + 1 for *_, count in before.plan.chunks.tolist())
+    triton_seal.seal_chunks(
+        there.rows.tails, there.pages, there.plan.chunks, there.plan.tables, there.rows.lanes, most, format
+    )
+    return there.on("cpu")
+
+
+@pytest.mark.parametrize("name", ["e2m0", "fp4"])
+def test_chunks_become_pages_and_sinks(name: str) -> None:
+    """Where the page lies partly in the tail, where it is a first one, where nothing is full yet: the reference's bytes."""
+    mixture = make(small(name), [(0, 45, 0)] if name == "fp4" else CHUNKS)
+    before = mixture.before()
+    for after in (entered(before), before):
+        if after is before:
+            enter_chunks(after.kv, after.rows, after.plan, after.format, most=9)
+        assert torch.equal(after.pages, mixture.pages)
+        assert torch.equal(after.rows.sinks.view(torch.int16), mixture.rows.sinks.view(torch.int16))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-def test_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`prefill_sealed`, whose tokens come all in one piece."""
-    monkeypatch.setattr(sealed_chunks, "ONE_LAUNCH", True)
-    format = small("asym3")
-    mixture = make(format, [(50, 30, 0)])
-    kv = SealedKv(*(getattr(mixture.kv, f.name).cuda() for f in dataclasses.fields(SealedKv)))
-    before, lane = format.sealed_pages(50) * 32, int(mixture.plan.chunks[0, 2])
-    fresh = [
-        torch.cat((tail[:, lane, : 50 - before], rows[:, :30].cuda()), 1)
-        for tail, rows in ((kv.tail_k, mixture.k), (kv.tail_v, mixture.v))
-    ]
-    pages = mixture.plan.tables[0, : format.sealed_pages(79)].long().cuda()
-    out = prefill_sealed(mixture.q[:30].cuda(), *fresh, pages, kv, lane, 50, format, SCALE)
-    assert mixture.error(out.cpu()) < BOUND
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_of_the_usual_shape_become_pages(name: str) -> None:
+    mixture = make(KvFormat(name, thirds=32 if name == "mixed" else 0), [(0, 300, 0), (200, 200, 0), (500, 9, 3)])
+    after = entered(mixture.before())
+    assert torch.equal(after.pages, mixture.pages)
+    assert torch.equal(after.rows.sinks.view(torch.int16), mixture.rows.sinks.view(torch.int16))
+    there = mixture.on(DEVICE)
+    assert mixture.error(prefill_sealed(there.q, there.rows, there.kv, there.plan, there.format, SCALE).cpu()) < BOUND
+
+
+def test_on_a_cpu_chunks_are_answered_one_by_one() -> None:
+    mixture = make(small("asym2"), CHUNKS)
+    out = prefill_sealed(mixture.q.float(), mixture.rows, mixture.kv, mixture.plan, mixture.format, SCALE)
+    assert mixture.error(out) < 1e-5
 
 
 def test_misfits_are_refused() -> None:
     mixture = make(small("e2m0"), [(0, 3, 0)])
     run = triton_sealed_chunks.prefill_sealed_chunks
-    rest = mixture.kv, mixture.plan, mixture.format, SCALE
+    rest, (k, v) = (mixture.kv, mixture.plan, mixture.format, SCALE), mixture.rows.own
     with pytest.raises(ValueError, match="do not fit"):
-        run(mixture.q[..., :16], mixture.k, mixture.v, *rest)
+        run(mixture.q[..., :16], k, v, *rest)
     with pytest.raises(ValueError, match="float16"):
-        run(mixture.q, mixture.k.float(), mixture.v.float(), *rest)
+        run(mixture.q, k.float(), v.float(), *rest)
+    plan = dataclasses.replace(mixture.plan, blocks=mixture.plan.blocks.long())
     with pytest.raises(ValueError, match="int32"):
-        run(
-            mixture.q,
-            mixture.k,
-            mixture.v,
-            mixture.kv,
-            dataclasses.replace(mixture.plan, blocks=mixture.plan.blocks.long()),
-            *rest[2:],
-        )
+        run(mixture.q, k, v, mixture.kv, plan, *rest[2:])
