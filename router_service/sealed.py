@@ -57,7 +57,7 @@ class SealedCache:
         self.exact = KvCache(rest, pages=pages, page_size=format.page, dtype=HALF, device=device)
         heads, dim, layers = spec.kv_heads, spec.head_dim, len(self.place)
         self.pages = torch.zeros((layers, heads, pages, format.blob_bytes), dtype=torch.uint8, device=device)
-        # One lane more than requests: idle rows of padded steps write there. Prompt rows lie behind it until they are committed.
+        # One lane more than requests: idle rows of padded steps write there. Prompt rows lie behind it until commit.
         entries = lanes + 1 + _row_entries(format, max_rows)
         self._tails = torch.zeros((layers, 2, heads, entries, format.tail_tokens, dim), dtype=HALF, device=device)
         self._sinks = torch.zeros((layers, 2, heads, entries, format.sinks, dim), dtype=HALF, device=device)
@@ -69,6 +69,8 @@ class SealedCache:
         self._first: OrderedDict[int, Tensor] = (
             OrderedDict()
         )  # page -> sinks [L, 2, Hkv, S, D] of the request that begins there
+        if device.type == "cuda":  # kernels are compiled now, not when the first page is due
+            self._launch([(lanes, SCRATCH, False)])
 
     @staticmethod
     def page_bytes(spec: ModelSpec, format: KvFormat, exempt: Collection[int]) -> int:
@@ -110,6 +112,9 @@ class SealedCache:
         chunks, most = self._chunks(batch)
         plan, positions = self._paged_plan(batch) if batch.paged is not None else self._listed_plan(batch)
         places = (plan.tail * self.format.tail_tokens + positions - plan.sealed * self.page_size).long()
+        if batch.chunked is not None:
+            own = (self.lanes + 1) * self.format.tail_tokens
+            places = torch.cat((places, torch.arange(own, own + batch.layout[1], device=places.device)))
         early = None if self.recordable(batch) else positions < self.format.sinks
         return SealedStep(self, batch, plan, places, positions.long(), early, chunks, most, exact, scale)
 
@@ -170,12 +175,16 @@ class SealedCache:
 
     def _seal_tails(self, due: list[tuple[int, int, int]]) -> None:
         """(lane, page number, its index in the request): each lane's tail begins with a full page."""
-        table = [(lane, page, 0 if index else self.format.sinks) for lane, page, index in due]
-        # Without waiting for the device: the step that is launched next must not be held up.
-        there = torch.tensor(table, dtype=torch.int32, pin_memory=self.pages.is_cuda).to(self.pages.device, non_blocking=True)
-        seal_tails(self.tails, self.pages, there, self.format)
+        self._launch([(lane, page, index == 0) for lane, page, index in due])
         for lane, page, index in due:
             self._remember(page, None if index else self.sinks[:, :, :, lane])
+
+    def _launch(self, due: list[tuple[int, int, bool]]) -> None:
+        """(lane, page number, whether it is a request's first), without waiting for the device: the step that is launched next
+        must not be held up."""
+        table = [(lane, page, self.format.sinks * first) for lane, page, first in due]
+        there = torch.tensor(table, dtype=torch.int32, pin_memory=self.pages.is_cuda).to(self.pages.device, non_blocking=True)
+        seal_tails(self.tails, self.pages, there, self.format)
         move_tails(self.tails, there, self.format)
 
     def _commit_chunk(self, rows: PrefillRows, decodes: int) -> None:

@@ -1,7 +1,7 @@
-"""A step's attention over sealed pages: as the trunk is written, and as a recorded step has it, which asks the host for nothing.
+"""A step's attention over sealed pages: as the trunk is written, and as a recorded step has it, without the host.
 
-Rows are written first: those that decode to their tails, those of prompts behind all tails, where they stay until `commit`; then
-chunks become sinks and pages as far as their own queries see them so; then everybody reads.
+Rows are written first: those that decode to their tails, those of prompts behind all tails, where they stay until `commit`;
+then chunks become sinks and pages as far as their own queries see them so; then everybody reads.
 Letters: R rows of a step; the others as everywhere.
 """
 
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SealedStep:
-    """What the layers of one step share. `places`: where decode rows go in the flattened tails; `early`: which are sinks."""
+    """What the layers of one step share. `places`: where decode rows, and in fixed layouts prompt rows behind them, go in the
+    flattened tails; `early`: which decode rows are sinks."""
 
     cache: SealedCache
     batch: StepBatch
     plan: SealedPlan
-    places: Tensor  # [decodes] int64
+    places: Tensor  # [decodes or R] int64
     positions: Tensor  # [decodes] int64
     early: Tensor | None  # [decodes] bool; None: none
     chunks: ChunkPlan | None  # None: no prompt rows
@@ -56,29 +57,22 @@ class SealedStep:
         return out
 
     def decode(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None) -> Tensor:
-        """The QKV product's rows [R, (Hq + 2 Hkv) D] of a step in a fixed layout that `recordable` allows -> [R, Hq, D], without
-        the host."""
+        """The QKV product's rows [R, (Hq + 2 Hkv) D] of a step in a fixed layout that is `recordable` -> [R, Hq, D]."""
         cache, place = self.cache, self.cache.place.get(layer)
         if place is None:
             assert self.exact is not None
             return self.exact.decode(cache.exempt[layer], qkv, cos, sin, norms)
-        kv, (decodes, prompt) = cache.layer(place), self.batch.layout
-        places = self.places if self.chunks is None else torch.cat((self.places, self._own_places(prompt)))
-        q = enter(qkv, cos, sin, norms, places, kv.tail_k.flatten(1, 2), kv.tail_v.flatten(1, 2), limit=SATURATION)
+        kv, decodes = cache.layer(place), self.batch.decodes
+        q = enter(qkv, cos, sin, norms, self.places, kv.tail_k.flatten(1, 2), kv.tail_v.flatten(1, 2), limit=SATURATION)
         if self.chunks is None:
             return decode_sealed(q, kv, self.plan, cache.format, self.scale)
         seen = decode_sealed(q[:decodes], kv, self.plan, cache.format, self.scale)
         return torch.cat((seen, self._chunked(place, q[decodes:], self.chunks)))
 
-    def _own_places(self, prompt: int) -> Tensor:
-        """Where prompt rows go in the flattened tails."""
-        first = (self.cache.lanes + 1) * self.cache.format.tail_tokens
-        return torch.arange(first, first + prompt, device=self.places.device)
-
     def _write(self, place: int, new: Tensor) -> None:
         """Decode rows [2, Hkv, n, D] into their tails, and the first tokens of a sequence into its sinks."""
         cache = self.cache
-        cache.layer_rows(place).tails.flatten(2, 3).index_copy_(2, self.places, new)
+        cache.layer_rows(place).tails.flatten(2, 3).index_copy_(2, self.places[: self.batch.decodes], new)
         if self.early is not None and cache.format.sinks:
             lanes = self.plan.tail[self.early].long()
             cache.sinks[place][:, :, lanes, self.positions[self.early]] = new[:, :, self.early]

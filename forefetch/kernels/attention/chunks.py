@@ -16,10 +16,10 @@ BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """All int32. blocks [NB, 4]: first row, rows (0: idle), position of the first row, chunk; tables [M, P]: pages of each chunk.
+    """All int32. blocks [NB, 4]: first row, rows (0: idle), position of the first row, chunk; tables [M, P]: pages of a chunk.
 
-    chunks [M, 5], which only sealed pages need: first row, its position, the request's entry among tails and sinks, pages that a
-    cached prefix brought, rows (0: idle)."""
+    chunks [M, 5], which only sealed pages need: first row, its position, the request's entry among tails and sinks, pages that
+    a cached prefix brought, rows (0: idle)."""
 
     blocks: Tensor
     tables: Tensor

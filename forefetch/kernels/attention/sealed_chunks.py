@@ -1,10 +1,11 @@
-"""Prompt chunks over sealed pages: what they write (`enter_chunks`) and what they see (`prefill_sealed`), planned on the device, so
-that a captured graph can replay both.
+"""Prompt chunks over sealed pages: what they write (`enter_chunks`) and what they see (`prefill_sealed`), planned on the
+device, so that a captured graph can replay both.
 
 A chunk's queries see the pages that are sealed for their positions (`KvFormat.sealed_pages`, or as many as a cached prefix
 brought), the first tokens from the sink block, and float16 tokens: those before the chunk from the request's tail, the chunk's
-own from the rows of the step. The tail holds the positions from the first that was not sealed there up to the chunk. Rows lie in
-the memory of the tails, behind those of the requests (`Rows`), so that a page's tokens are slots of one tensor wherever they are.
+own from the rows of the step. The tail holds the positions from the first that was not sealed there up to the chunk. Rows lie
+in the memory of the tails, behind those of the requests (`Rows`), so that a page's tokens are slots of one tensor wherever they
+are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from forefetch.kernels.kv_codec.formats import KvFormat
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A layer's tails and sinks of K and V, float16 [2, Hkv, entries, .., D], whose entries from `lanes` on are a step's rows."""
+    """A layer's tails and sinks of K and V, float16 [2, Hkv, entries, .., D]; entries from `lanes` on are a step's rows."""
 
     tails: Tensor
     sinks: Tensor

@@ -86,7 +86,7 @@ def _fresh(rows, tail, sinks, token, channel, spans, D: tl.constexpr, SINKS: tl.
         return tl.where(token >= spans[0], own, held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _sealed_chunks(
     q, k, v, pages, tail_k, tail_v, sink_k, sink_v, out, blocks, chunks, tables,
     scale, n_pages, n_tails, tail_tokens, width, q_row, q_head, out_row, out_head, k_head, k_row,

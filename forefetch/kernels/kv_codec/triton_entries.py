@@ -1,7 +1,7 @@
 """Which pages one launch seals, and where their tokens lie: worked out on the device, by every program for itself.
 
-Tokens of all lanes lie in one row of slots per layer and head, [lanes * slots, D]; rows of a step that are not committed yet lie
-there too, behind the lanes. An entry is a page to be sealed: its first `split` tokens begin at slot `tail`, the rest at `own`.
+Tokens of all lanes lie in one row of slots per layer and head, [lanes * slots, D]; rows of a step that are not committed yet
+lie there too, behind the lanes. An entry is a page to be sealed, its first tokens in a tail, the rest among the step's rows.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from forefetch.kernels.kv_codec.formats import SATURATION
 from forefetch.kernels.kv_codec.triton import _get
 
 EACH, TAILS, CHUNKS = 0, 1, 2
-"""Kinds of tables. EACH: none, entry n is page n of tokens n * T on. TAILS: int32 [n, 3], lane, page number and tokens to skip, of
-tails that begin with a full page. CHUNKS: int32 [M, 5] of `sealed_chunks.SealedChunkPlan`."""
+"""Kinds of tables. EACH: none, entry n is page n of tokens n * T on. TAILS: int32 [n, 3], lane, page number and tokens to skip,
+of tails that begin with a full page. CHUNKS: `attention.chunks.ChunkPlan.chunks`."""
+VARIABLE = ["chunks", "width", "slots", "rows_at", "skip", "entries"]
+"""Arguments that must not give rise to kernels of their own: none is to be compiled while somebody waits for a token."""
 _EACH, _TAILS = tl.constexpr(EACH), tl.constexpr(TAILS)
 _LIMIT = tl.constexpr(SATURATION)
 
 
 @triton.jit
-def entry(number, table, tables, width, slots, rows_at, skip, F: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr, MP: tl.constexpr):
-    """(page number, -1 for none; slot of token 0 in the tail; the same among a step's rows; tokens in the tail; tokens to skip).
+def entry(
+    number, table, tables, chunks, width, slots, rows_at, skip, F: tl.constexpr, KIND: tl.constexpr, MP: tl.constexpr
+):  # fmt: skip
+    """(page number, -1: none; slot of token 0 in the tail; the same among a step's rows; tokens in the tail; tokens to skip).
 
-    `slots` per lane; `rows_at`: slot of a step's row 0; M entries of `table`, MP a power of two."""
+    `slots` per lane; `rows_at`: slot of a step's row 0; `chunks`: rows of CHUNKS' table, at most MP, a power of two."""
     T: tl.constexpr = _get(F, "page")
     if KIND == _EACH:
         return number, number.to(tl.int64) * T, number.to(tl.int64) * T, number * 0 + T, number * 0 + skip
@@ -31,14 +35,14 @@ def entry(number, table, tables, width, slots, rows_at, skip, F: tl.constexpr, K
         at = tl.load(table + number * 3).to(tl.int64) * slots
         return tl.load(table + number * 3 + 1), at, at, number * 0 + T, tl.load(table + number * 3 + 2)
     else:
-        return _of_chunk(number, table, tables, width, slots, rows_at, F, M, MP)
+        return _of_chunk(number, table, tables, chunks, width, slots, rows_at, F, MP)
 
 
 @triton.jit
-def _of_chunk(number, table, tables, width, slots, rows_at, F: tl.constexpr, M: tl.constexpr, MP: tl.constexpr):
+def _of_chunk(number, table, tables, chunks, width, slots, rows_at, F: tl.constexpr, MP: tl.constexpr):
     T: tl.constexpr = _get(F, "page")
     chunk = tl.arange(0, MP)
-    at, known = table + chunk * 5, chunk < M
+    at, known = table + chunk * 5, chunk < chunks
     start, loaded = tl.load(at + 1, mask=known, other=0), tl.load(at + 3, mask=known, other=0)
     count = tl.load(at + 4, mask=known, other=0)
     before = tl.maximum(tl.maximum(start - _get(F, "recent"), 0) // T, loaded)

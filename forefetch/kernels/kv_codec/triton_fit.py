@@ -12,8 +12,11 @@ import triton.language as tl
 
 from forefetch.kernels.kv_codec.fit import GRIDS, MOST_GAIN, TURNS
 
+# Loops stay loops: a program runs but once, so the code that it fetches is part of what it costs.
+
 _MOST_GAIN = tl.constexpr(MOST_GAIN)
 _TURNS = tl.constexpr(len(TURNS))
+assert tuple((turn + 1) // 2 * (2 * (turn & 1) - 1) for turn in range(len(TURNS))) == TURNS
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,6 @@ class Rule:
     start: float
     nudge: float
 
-    def factor(self, turn: int) -> float:
-        """What a key's values are multiplied by before they are rounded."""
-        return 1 + self.nudge * TURNS[turn]
-
 
 RULES = {name: Rule(*grid) for name, grid in GRIDS.items()}
 
@@ -39,9 +38,12 @@ def _of(rule, name):
     return getattr(rule, name)
 
 
-@triton.constexpr_function
-def _factor(rule, turn):
-    return rule.factor(turn)
+@triton.jit
+def factor_of(turn, NUDGE: tl.constexpr):
+    """1 + NUDGE * fit.TURNS[turn]: what a key's values are multiplied by before they are rounded; float32 [1, 1]."""
+    number = tl.zeros([1, 1], tl.int32) + turn
+    steps = (number + 1) // 2 * (2 * (number & 1) - 1)
+    return (tl.full([1, 1], NUDGE, tl.float64) * steps.to(tl.float64) + 1.0).to(tl.float32)
 
 
 @triton.jit
@@ -86,7 +88,7 @@ def _least_squares(x, valid, count, AXIS: tl.constexpr, G: tl.constexpr, ROUNDS:
     spread = tl.sqrt(total(away * away * valid, AXIS) / count)
     scale = spread * _of(G, "start")
     gain = tl.zeros_like(spread)
-    for _ in tl.static_range(ROUNDS):
+    for _ in range(ROUNDS):
         level = levels_of(codes_of(x - zero.to(tl.float32), scale.to(tl.float32), G), G) * valid.to(tl.int32)
         sum_l, sum_ll, sum_lx = _count(level, AXIS), _count(level * level, AXIS), total(level.to(tl.float32) * x, AXIS)
         determinant = count * sum_ll - sum_l * sum_l
@@ -120,18 +122,14 @@ def fit(x, valid, count, AXIS: tl.constexpr, G: tl.constexpr, ROUNDS: tl.constex
 def towards(y, counted, scale, third, G: tl.constexpr, FINE: tl.constexpr):
     """`fit.towards`: y [T, D], zero taken off; counted, scale, third [1, D] -> codes; FINE: the grid of channels `third`."""
     code = tl.zeros(y.shape, tl.int32)
-    least = tl.full([1, 1], float("inf"), tl.float64)
-    for turn in tl.static_range(_TURNS):
-        nudged = y * _factor(G, turn)
+    least = tl.full([y.shape[0], 1], float("inf"), tl.float64)
+    for turn in range(_TURNS):
+        nudged = y * factor_of(turn, _of(G, "nudge"))
         tried = codes_of(nudged, scale, G)
         level = levels_of(tried, G)
         if FINE is not None:
             finer = codes_of(nudged, scale, FINE)
             tried, level = tl.where(third, finer, tried), tl.where(third, levels_of(finer, FINE), level)
         miss = tl.abs(total(tl.where(counted, (level.to(tl.float32) * scale - y) * y, 0.0), 1))
-        if turn == 0:
-            code, least = tried, miss
-        else:
-            code = tl.where(miss < least, tried, code)
-            least = tl.minimum(miss, least)
+        code, least = tl.where(miss < least, tried, code), tl.minimum(miss, least)
     return code

@@ -1,5 +1,6 @@
-"""Sealing of fp4: `fit.fit_fp4` and `fit.recode_fp4` in three launches. Scales are fitted for 32 elements at a time (`_fit_pages`); once all
-of a page are known they get their common factor, and V its codes, K its errors (`_round_pages`); then keys get theirs (`_choose`).
+"""Sealing of fp4: `fit.fit_fp4` and `fit.recode_fp4` in three launches. Scales are fitted for 32 elements at a time
+(`_fit_pages`); once all of a page are known they get their common factor, and V its codes, K its errors (`_round_pages`); then
+keys get theirs (`_choose`).
 
 Letters: a tile's groups of 32 lie along one axis of three, K's as [channels, T/32, 32], V's as [tokens, D/32, 32].
 """
@@ -15,8 +16,8 @@ import triton.language as tl
 from forefetch.kernels.kv_codec.fit import ALTERNATIONS, NUDGE4, TURNS
 from forefetch.kernels.kv_codec.formats import GROUP
 from forefetch.kernels.kv_codec.triton import _at, _get, _stored
-from forefetch.kernels.kv_codec.triton_entries import entry, head_of, tokens
-from forefetch.kernels.kv_codec.triton_fit import total
+from forefetch.kernels.kv_codec.triton_entries import VARIABLE, entry, head_of, tokens
+from forefetch.kernels.kv_codec.triton_fit import factor_of, total
 from forefetch.kernels.kv_codec.triton_grids import CHANNELS, KEYS, TOKENS, columns, put_meta, put_outliers, worst
 from forefetch.kernels.kv_codec.triton_pack import put_keys, put_values
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from forefetch.kernels.kv_codec.triton_seal import Job
 
 _CHANNELS, _TOKENS, _KEYS, _GROUP = tl.constexpr(CHANNELS), tl.constexpr(TOKENS), tl.constexpr(KEYS), tl.constexpr(GROUP)
-_TURNS = tl.constexpr(len(TURNS))
+_TURNS, _NUDGE = tl.constexpr(len(TURNS)), tl.constexpr(NUDGE4)
 
 
 def seal_fp4(job: Job, units: int) -> None:
@@ -43,11 +44,6 @@ def seal_fp4(job: Job, units: int) -> None:
     weighted = job.weight is not None
     _round_pages[(units, shares)](*sources, job.pages, cost, doubles, zeros, errors, *job.where, WEIGHTED=weighted, **rule)
     _choose[(units, page // KEYS)](job.k, job.pages, doubles, zeros, errors, *job.where, **rule)
-
-
-@triton.constexpr_function
-def _nudged(turn):
-    return 1 + NUDGE4 * TURNS[turn]
 
 
 @triton.constexpr_function
@@ -85,7 +81,7 @@ def _scales(y, AXIS: tl.constexpr, ROUNDS: tl.constexpr):
     step = second.to(tl.float32)
     off = y - _meaning(_codes(y, step)).to(tl.float32) * step
     scale = tl.where(total(off * off, AXIS) < error, second, first)
-    for _ in tl.static_range(ROUNDS):
+    for _ in range(ROUNDS):
         level = _meaning(_codes(y, scale.to(tl.float32)))
         energy = tl.expand_dims(tl.sum(level * level, AXIS), AXIS).to(tl.float64)
         scale = tl.where(energy > 0.0, total(level.to(tl.float32) * y, AXIS) / tl.maximum(energy, 1.0), scale)
@@ -105,7 +101,7 @@ def _factor(scales, COUNT: tl.constexpr):
 
 @triton.jit
 def _narrow(scale, factor):
-    """float64 scales, not negative, over the factor in E4M3: (as float32, as bytes). Spelled out: older GPUs have no such type."""
+    """float64 scales, not negative, over the factor in E4M3: (float32, bytes); spelled out, as older GPUs lack the type."""
     value = tl.minimum((scale / factor.to(tl.float64)).to(tl.float32), 448.0)
     exponent = tl.maximum((value.to(tl.int32, bitcast=True) >> 23) - 127, -6)
     steps = value * ((130 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -193,16 +189,16 @@ def _round_values(v, zeros, scales, page, share, where, F: tl.constexpr, C: tl.c
     tl.store(halves + _stored(start + tl.arange(0, _TOKENS), F), zero.to(tl.float16))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIABLE)
 def _fit_pages(
     k, v, doubles, zeros,
-    table, tables, width, slots, rows_at, skip, entries, heads, outer, inner, page_group,
-    F: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    table, tables, chunks, width, slots, rows_at, skip, entries, heads, outer, inner, page_group,
+    F: tl.constexpr, KIND: tl.constexpr, MP: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     KS: tl.constexpr, VS: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Program (page, its share of channels of K or of tokens of V). `doubles` [pages, KS + VS]: scales [T/32, D], [T, D/32]."""
     unit, share = tl.program_id(0), tl.program_id(1)
-    where = entry(unit % entries, table, tables, width, slots, rows_at, skip, F, KIND, M, MP)
+    where = entry(unit % entries, table, tables, chunks, width, slots, rows_at, skip, F, KIND, MP)
     if where[0] >= 0:
         D: tl.constexpr = _get(F, "head_dim")
         T: tl.constexpr = _get(F, "page")
@@ -215,16 +211,16 @@ def _fit_pages(
             _fit_values(head_of(v, unit // entries, heads, outer, inner), own, scales + KS, share, where, F, C, VS, ROUNDS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIABLE)
 def _round_pages(
     k, v, pages, weight, doubles, zeros, errors,
-    table, tables, width, slots, rows_at, skip, entries, heads, outer, inner, page_group,
-    F: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    table, tables, chunks, width, slots, rows_at, skip, entries, heads, outer, inner, page_group,
+    F: tl.constexpr, KIND: tl.constexpr, MP: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     KS: tl.constexpr, VS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Program as above: errors of K's channels; V's codes, scales and zeros."""
     unit, share = tl.program_id(0), tl.program_id(1)
-    where = entry(unit % entries, table, tables, width, slots, rows_at, skip, F, KIND, M, MP)
+    where = entry(unit % entries, table, tables, chunks, width, slots, rows_at, skip, F, KIND, MP)
     if where[0] >= 0:
         D: tl.constexpr = _get(F, "head_dim")
         T: tl.constexpr = _get(F, "page")
@@ -240,28 +236,24 @@ def _round_pages(
 @triton.jit
 def _towards(y, counted, step):
     """`fit.towards`: y [N, C], zero taken off; counted, step [1, C] -> codes."""
-    code, least = tl.zeros(y.shape, tl.int32), tl.full([1, 1], float("inf"), tl.float64)
-    for turn in tl.static_range(_TURNS):
-        tried = _codes(y * _nudged(turn), step)
+    code, least = tl.zeros(y.shape, tl.int32), tl.full([y.shape[0], 1], float("inf"), tl.float64)
+    for turn in range(_TURNS):
+        tried = _codes(y * factor_of(turn, _NUDGE), step)
         miss = tl.abs(total(tl.where(counted, (_meaning(tried).to(tl.float32) * step - y) * y, 0.0), 1))
-        if turn == 0:
-            code, least = tried, miss
-        else:
-            code = tl.where(miss < least, tried, code)
-            least = tl.minimum(miss, least)
+        code, least = tl.where(miss < least, tried, code), tl.minimum(miss, least)
     return code
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIABLE)
 def _choose(
     k, pages, doubles, zeros, errors,
-    table, tables, width, slots, rows_at, skip, entries, heads, outer, inner, page_group,
-    F: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    table, tables, chunks, width, slots, rows_at, skip, entries, heads, outer, inner, page_group,
+    F: tl.constexpr, KIND: tl.constexpr, MP: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     KS: tl.constexpr, VS: tl.constexpr,
 ):  # fmt: skip
     """Program (page, 16 of its keys); the first of a page writes what belongs to all."""
     unit, share = tl.program_id(0), tl.program_id(1)
-    where = entry(unit % entries, table, tables, width, slots, rows_at, skip, F, KIND, M, MP)
+    where = entry(unit % entries, table, tables, chunks, width, slots, rows_at, skip, F, KIND, MP)
     if where[0] >= 0:
         D: tl.constexpr = _get(F, "head_dim")
         T: tl.constexpr = _get(F, "page")

@@ -1,5 +1,5 @@
-"""Sealing of e2m0, asym2, asym3 and mixed: every channel of K and every token of V is fitted by itself (`_fit_pages`, many programs a
-page), then each program chooses the codes of 16 keys, knowing all channels (`_choose`)."""
+"""Sealing of e2m0, asym2, asym3 and mixed: every channel of K and every token of V is fitted by itself (`_fit_pages`, many
+programs a page), then each program chooses the codes of 16 keys, knowing all channels (`_choose`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from forefetch.kernels.kv_codec.formats import ALIGN
 from forefetch.kernels.kv_codec.triton import _at, _get, _stored
-from forefetch.kernels.kv_codec.triton_entries import entry, head_of, tokens
+from forefetch.kernels.kv_codec.triton_entries import VARIABLE, entry, head_of, tokens
 from forefetch.kernels.kv_codec.triton_fit import fit, towards
 from forefetch.kernels.kv_codec.triton_pack import put_bits, put_keys, put_values
 
@@ -39,8 +39,8 @@ def _gap(format, number):
 
 @triton.jit
 def columns(share, R: tl.constexpr):
-    """A program's channels of K [16, 1] and tokens [1, R]. The order and the hint give each thread one channel: what is worked out
-    per channel in float64 must not be done eight times over because a load could be that wide."""
+    """A program's channels of K [16, 1] and tokens [1, R]. The order and the hint give each thread one channel: what is worked
+    out per channel in float64 must not be done eight times over because a load could be that wide."""
     return tl.max_contiguous(share * _CHANNELS + tl.arange(0, _CHANNELS), 1)[:, None], tl.arange(0, R)[None, :]
 
 
@@ -85,18 +85,18 @@ def _fit_values(
     put_values(page, code, start, F, C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIABLE)
 def _fit_pages(
     k, v, pages, weight, floats, errors, bits,
-    table, tables, width, slots, rows_at, skip, entries, heads, outer, inner, page_group,
-    F: tl.constexpr, G: tl.constexpr, FINE: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
+    table, tables, chunks, width, slots, rows_at, skip, entries, heads, outer, inner, page_group,
+    F: tl.constexpr, G: tl.constexpr, FINE: tl.constexpr, KIND: tl.constexpr, MP: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, ROUNDS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Program (page, its share of channels of K or of tokens of V). `floats` [pages, 4 D + 2 T]: scales and zeros of K, those of
-    the fine grid, those of V; `errors` float64 [pages, 2 D]: of K's channels, and what a third bit takes off; `bits`: asym3's
-    [pages, 2, T, D]."""
+    """Program (page, its share of channels of K or of tokens of V). `floats` [pages, 4 D + 2 T]: scales and zeros of K, those
+    of the fine grid, those of V; `errors` float64 [pages, 2 D]: of K's channels, and what a third bit takes off; `bits`: of
+    asym3 [pages, 2, T, D]."""
     unit, share = tl.program_id(0), tl.program_id(1)
-    where = entry(unit % entries, table, tables, width, slots, rows_at, skip, F, KIND, M, MP)
+    where = entry(unit % entries, table, tables, chunks, width, slots, rows_at, skip, F, KIND, MP)
     if where[0] >= 0:
         D: tl.constexpr = _get(F, "head_dim")
         T: tl.constexpr = _get(F, "page")
@@ -139,6 +139,12 @@ def _with_third(gains, outlier, c, F: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def ranks(chosen, C: tl.constexpr):
+    """How many before it are chosen, [1, C]; one dimension, because Triton 3.6 fails to scan some layouts of two."""
+    return tl.expand_dims(tl.cumsum(tl.reshape(chosen.to(tl.int32), (C,)), 0) - 1, 0)
+
+
+@triton.jit
 def put_meta(page, outlier, third, factor_v, factor_k, F: tl.constexpr, C: tl.constexpr):
     """The page's last section, from which channels [1, C] are outliers and which have a third bit, and all gaps."""
     c, words = tl.arange(0, C)[None, :], (page + _at(F, "meta")).to(tl.pointer_type(tl.int32))
@@ -146,10 +152,14 @@ def put_meta(page, outlier, third, factor_v, factor_k, F: tl.constexpr, C: tl.co
     nothing = (byte * 0).to(tl.uint8)
     tl.store(words.to(tl.pointer_type(tl.float32)) + none, factor_v)
     tl.store(words.to(tl.pointer_type(tl.float32)) + 1 + none, factor_k)
-    tl.store(words + 2 + tl.cumsum(outlier.to(tl.int32), 1) - 1, c, mask=outlier)
+    rest = outlier
+    for n in tl.static_range(_get(F, "outliers")):
+        channel = tl.min(tl.where(rest, c, C), 1, keep_dims=True)
+        rest = rest & (c != channel)
+        tl.store(words + 2 + n + none, channel)
     tl.store(page + _at(F, "meta") + byte, nothing, mask=(byte >= 8 + 4 * _get(F, "outliers")) & (byte < 32))
     if _get(F, "thirds") > 0:
-        tl.store(page + _at(F, "meta") + 31 + tl.cumsum(third.to(tl.int32), 1), c.to(tl.uint8), mask=third)
+        tl.store(page + _at(F, "meta") + 32 + ranks(third, C), c.to(tl.uint8), mask=third)
     tl.store(page + _at(F, "meta") + byte, nothing, mask=byte >= 32 + _get(F, "thirds"))
     for n in tl.static_range(_sections(F)):
         if _gap(F, n) > 0:
@@ -184,16 +194,16 @@ def _value_scales(page, own, F: tl.constexpr, R: tl.constexpr):
     return factor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIABLE)
 def _choose(
     k, pages, floats, errors, bits,
-    table, tables, width, slots, rows_at, skip, entries, heads, outer, inner, page_group,
-    F: tl.constexpr, G: tl.constexpr, FINE: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
+    table, tables, chunks, width, slots, rows_at, skip, entries, heads, outer, inner, page_group,
+    F: tl.constexpr, G: tl.constexpr, FINE: tl.constexpr, KIND: tl.constexpr, MP: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Program (page, 16 of its keys); the first of a page writes what belongs to all."""
     unit, share = tl.program_id(0), tl.program_id(1)
-    where = entry(unit % entries, table, tables, width, slots, rows_at, skip, F, KIND, M, MP)
+    where = entry(unit % entries, table, tables, chunks, width, slots, rows_at, skip, F, KIND, MP)
     if where[0] >= 0:
         D: tl.constexpr = _get(F, "head_dim")
         T: tl.constexpr = _get(F, "page")
@@ -215,7 +225,7 @@ def _choose(
             tl.store(bits + unit.to(tl.int64) * (2 * T * D) + t * D + c, (code & 1).to(tl.uint8), mask=c < D)
             code = code >> 1
         if FINE is not None:
-            place = tl.cumsum(third.to(tl.int32), 1) - 1
+            place = ranks(third, C)
             one = (code & 1).to(tl.uint8)
             tl.store(bits + unit.to(tl.int64) * (2 * T * D) + place * T + t, one, mask=third & (t < T))
             code = tl.where(third, code >> 1, code)
@@ -228,15 +238,15 @@ def _choose(
             put_meta(page, outlier, third, _value_scales(page, own, F, R), tl.full([1, 1], 1.0, tl.float32), F, C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIABLE)
 def _pack_bits(
-    pages, bits, order, table, tables, width, slots, rows_at, skip, entries, page_group, part,
-    F: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
+    pages, bits, order, table, tables, chunks, width, slots, rows_at, skip, entries, page_group, part,
+    F: tl.constexpr, KIND: tl.constexpr, MP: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
     """Program (page, N bytes): the third bits of K or V into their section."""
     unit = tl.program_id(0)
-    where = entry(unit % entries, table, tables, width, slots, rows_at, skip, F, KIND, M, MP)
+    where = entry(unit % entries, table, tables, chunks, width, slots, rows_at, skip, F, KIND, MP)
     if where[0] >= 0:
         page = head_of(pages, unit // entries, 1, page_group, 0) + where[0].to(tl.int64) * _get(F, "blob_bytes")
         own = bits + (unit.to(tl.int64) * 2 + part) * (_get(F, "page") * _get(F, "head_dim"))

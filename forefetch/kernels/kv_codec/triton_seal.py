@@ -24,6 +24,8 @@ from forefetch.kernels.kv_codec.triton_pack import bit_order
 PAGES = 2048
 """Pages of one layer and head that are sealed at a time: what lies between the launches takes 40 KB of each at most."""
 
+FIT_WARPS, CHOOSE_WARPS = 4, 4
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -70,15 +72,16 @@ class Job:
         """What every kernel needs to find its page."""
         heads = self.k.shape[1]
         return (
-            *(self.table, self.tables, self.tables.shape[-1], self.slots, self.rows_at, self.skip, self.entries),
+            *(self.table, self.tables, len(self.table), self.tables.shape[-1], self.slots, self.rows_at, self.skip),
+            self.entries,
             *(heads, self.k.stride(0), self.k.stride(1), self.pages.stride(1)),
         )
 
     @property
     def options(self) -> dict[str, Any]:
         """Constants of all kernels."""
-        rows = len(self.table) if self.kind == CHUNKS else 1
-        return {"F": self.format, "KIND": self.kind, "M": rows, "MP": triton.next_power_of_2(rows)}
+        chunks = max(8, triton.next_power_of_2(len(self.table))) if self.kind == CHUNKS else 1
+        return {"F": self.format, "KIND": self.kind, "MP": chunks}
 
     def _grids(self, units: int) -> None:
         format, device = self.format, self.k.device
@@ -88,13 +91,16 @@ class Job:
         thirds = format.name in ("asym3", "mixed")
         bits = torch.empty((units, 2, page * dim) if thirds else 1, dtype=torch.uint8, device=device)
         tile = {"R": triton.next_power_of_2(page), "C": triton.next_power_of_2(dim)}
-        grids = {"G": RULES["coarse"], "FINE": RULES["fine"]} if format.name == "mixed" else {"G": RULES[format.name], "FINE": None}
-        rule = {**self.options, **grids, **tile, "enable_fp_fusion": False, "num_warps": 4}
+        mixed = format.name == "mixed"
+        grids = {"G": RULES["coarse" if mixed else format.name], "FINE": RULES["fine"] if mixed else None}
+        rule = {**self.options, **grids, **tile, "enable_fp_fusion": False}
         cost = errors if self.weight is None else self.weight.float().contiguous()
         how = {"ROUNDS": ALTERNATIONS, "WEIGHTED": self.weight is not None}
         shares = dim // CHANNELS + page // TOKENS
-        _fit_pages[(units, shares)](self.k, self.v, self.pages, cost, floats, errors, bits, *self.where, **how, **rule)
-        _choose[(units, page // KEYS)](self.k, self.pages, floats, errors, bits, *self.where, **rule)
+        _fit_pages[(units, shares)](
+            self.k, self.v, self.pages, cost, floats, errors, bits, *self.where, **how, **rule, num_warps=FIT_WARPS
+        )
+        _choose[(units, page // KEYS)](self.k, self.pages, floats, errors, bits, *self.where, **rule, num_warps=CHOOSE_WARPS)
         for part, section in enumerate(("k_thirds", "v_thirds")):
             if section in format.sections:
                 self._pack(units, bits, part, section)
@@ -103,7 +109,7 @@ class Job:
         order, size = bit_order(self.format, section, bits.device), self.format.sections[section].size
         where, constants = self.where, {"KEYS": part == 0, "SIZE": size, "N": 256}
         _pack_bits[(units, triton.cdiv(size, 256))](
-            *(self.pages, bits, order, *where[:7], where[-1], part), **constants, **self.options, num_warps=4
+            *(self.pages, bits, order, *where[:8], where[-1], part), **constants, **self.options, num_warps=4
         )
 
 

@@ -12,7 +12,7 @@ TOKENS = 16
 
 
 def move(tails: Tensor, due: Tensor, format: KvFormat) -> None:
-    """tails [L, 2, Hkv, lanes, slots, D], the last three dimensions contiguous among themselves; due int32 [n, 3]: lanes first."""
+    """tails [L, 2, Hkv, lanes, slots, D], the last three dimensions contiguous in themselves; due int32 [n, 3]: lanes first."""
     layers, kinds, heads, _, slots, dim = tails.shape
     if tails.stride()[3:] != (slots * dim, dim, 1) or format.page % TOKENS:
         raise ValueError(f"tails of strides {tails.stride()} cannot be moved")

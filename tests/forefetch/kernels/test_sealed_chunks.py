@@ -151,9 +151,7 @@ def entered(before: Mixture) -> Mixture:
     there, format = before.on(DEVICE), before.format
     triton_sealed_chunks.put_sinks(there.rows, there.plan, format)
     most = sum(count // format.page + 1 for *_, count in before.plan.chunks.tolist())
-    triton_seal.seal_chunks(
-        there.rows.tails, there.pages, there.plan.chunks, there.plan.tables, there.rows.lanes, most, format
-    )
+    triton_seal.seal_chunks(there.rows.tails, there.pages, there.plan.chunks, there.plan.tables, there.rows.lanes, most, format)
     return there.on("cpu")
 
 
