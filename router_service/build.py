@@ -210,6 +210,8 @@ def buffers(config: RouterConfig, sizes: Sizes, placement: Placement) -> StepBuf
     if recorded and buckets and config.graphs == "auto":
         wanted = *PROMPT_ROWS, config.prompt_rows or config.max_step_tokens, config.max_step_tokens
         prompts = sorted({min(rows, config.max_step_tokens) for rows in wanted})
+        # Over lanes a commit may have to be taken back, which chunks over sealed pages, whose tails move on, do not know.
+        prompts = [] if placement.sealed and lanes else prompts
         return LayoutBuffers(**shape, page_size=config.page_size, device=device, buckets=buckets, chunk_rows=prompts)
     paged = device.type == "cuda" and placement.sealed is None
     return StepBuffers(**shape, page_size=config.page_size, device=device, buckets=buckets, paged=paged)

@@ -65,6 +65,7 @@ class SealedCache:
         self.rows = self._tails[:, :, :, lanes + 1 :].flatten(3, 4)
         self.block_bytes = self.page_bytes(spec, format, exempt)
         self._void: Tensor | None = None
+        self._nothing = torch.tensor([lanes, SCRATCH, 0], dtype=torch.int32, device=device)
         self._loaded: set[int] = set()  # first pages whose sinks no lane has taken yet
         self._first: OrderedDict[int, Tensor] = (
             OrderedDict()
@@ -184,6 +185,8 @@ class SealedCache:
         must not be held up."""
         table = [(lane, page, self.format.sinks * first) for lane, page, first in due]
         there = torch.tensor(table, dtype=torch.int32, pin_memory=self.pages.is_cuda).to(self.pages.device, non_blocking=True)
+        if self._void is not None:
+            there = torch.where(self._void != 0, self._nothing, there)
         seal_tails(self.tails, self.pages, there, self.format)
         move_tails(self.tails, there, self.format)
 

@@ -52,11 +52,11 @@ def enter_chunks(kv: SealedKv, rows: Rows, plan: ChunkPlan, format: KvFormat, mo
     `most`: pages that the chunks can fill at most. Nothing is read on the host when pages are on a GPU."""
     if kv.pages.is_cuda:
         from forefetch.kernels.attention import triton_sealed_chunks
-        from forefetch.kernels.kv_codec import triton_seal
+        from forefetch.kernels.kv_codec import sealing
 
         triton_sealed_chunks.put_sinks(rows, plan, format)
         if most:
-            triton_seal.seal_chunks(rows.tails, kv.pages, plan.chunks, plan.tables, rows.lanes, most, format)
+            sealing.seal_chunks(rows.tails, kv.pages, plan.chunks, plan.tables, rows.lanes, most, format)
         return
     for chunk in _chunks(rows, plan, format):
         if (count := min(chunk.end, format.sinks) - chunk.start) > 0:
@@ -74,15 +74,14 @@ def prefill_sealed(q: Tensor, rows: Rows, kv: SealedKv, plan: ChunkPlan, format:
     if q.is_cuda:
         from forefetch.kernels.attention.triton_sealed_chunks import prefill_sealed_chunks
 
-        return prefill_sealed_chunks(q, *rows.own, kv, plan, format, scale)
+        return prefill_sealed_chunks(q, rows.own[0], rows.own[1], kv, plan, format, scale)
     from forefetch.kernels.attention.sealed_cpu import prefill_sealed_cpu
 
     out = torch.zeros_like(q)
     for chunk in _chunks(rows, plan, format):
         span, pages = slice(chunk.first, chunk.first + chunk.end - chunk.start), chunk.pages[: chunk.after].long()
-        out[span] = prefill_sealed_cpu(
-            q[span], *chunk.fresh, pages, kv, chunk.lane, chunk.start, format, scale, loaded=chunk.loaded
-        )
+        k, v = chunk.fresh
+        out[span] = prefill_sealed_cpu(q[span], k, v, pages, kv, chunk.lane, chunk.start, format, scale, loaded=chunk.loaded)
     return out
 
 

@@ -14,9 +14,9 @@ __all__ = ["NAMES", "KvFormat", "move_tails", "open_pages", "seal", "seal_tails"
 def seal(k: Tensor, v: Tensor, format: KvFormat, *, skip: int = 0, weight: Tensor | None = None) -> Tensor:
     """`ref.seal`, and the same bytes wherever it runs: k, v [n, T, D] -> blobs uint8 [n, blob_bytes]."""
     if k.is_cuda:
-        from forefetch.kernels.kv_codec import triton_seal
+        from forefetch.kernels.kv_codec import sealing
 
-        return triton_seal.seal(k, v, format, skip=skip, weight=weight)
+        return sealing.seal(k, v, format, skip=skip, weight=weight)
     return ref.seal(k, v, format, skip=skip, weight=weight)
 
 
@@ -25,11 +25,11 @@ def seal_tails(tails: Tensor, pages: Tensor, due: Tensor, format: KvFormat) -> N
 
     `due` int32 [n, 3], on their device: lane, page number, first tokens to leave out."""
     if tails.is_cuda:
-        from forefetch.kernels.kv_codec import triton_seal
+        from forefetch.kernels.kv_codec import sealing
 
-        triton_seal.seal_tails(tails, pages, due, format)
+        sealing.seal_tails(tails, pages, due, format)
         return
-    for skip in due[:, 2].unique().tolist():
+    for skip in sorted(set(due[:, 2].tolist())):
         lanes, numbers, _ = due[due[:, 2] == skip].long().unbind(1)
         k, v = (tails[:, kind][:, :, lanes, : format.page].flatten(0, 2) for kind in (0, 1))
         pages[:, :, numbers] = ref.seal(k, v, format, skip=skip).view(*pages.shape[:2], len(lanes), -1)
@@ -40,9 +40,9 @@ def move_tails(tails: Tensor, due: Tensor, format: KvFormat) -> None:
     if not format.recent:
         return
     if tails.is_cuda:
-        from forefetch.kernels.kv_codec import triton_tails
+        from forefetch.kernels.kv_codec.sealing.tails import move
 
-        triton_tails.move(tails, due, format)
+        move(tails, due, format)
         return
     lanes = due[:, 0].long()
     tails[..., lanes, : format.recent, :] = tails[..., lanes, format.page : format.tail_tokens, :]

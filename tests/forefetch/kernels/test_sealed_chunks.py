@@ -13,7 +13,7 @@ from forefetch.kernels.attention.chunks import BLOCK, ChunkPlan
 from forefetch.kernels.attention.sealed import SealedKv
 from forefetch.kernels.attention.sealed_chunks import Rows, enter_chunks, plan_chunks, prefill_sealed
 from forefetch.kernels.attention.sealed_cpu import prefill_sealed_cpu
-from forefetch.kernels.kv_codec import NAMES, KvFormat, seal, triton_seal
+from forefetch.kernels.kv_codec import NAMES, KvFormat, seal, sealing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.2
@@ -151,7 +151,7 @@ def entered(before: Mixture) -> Mixture:
     there, format = before.on(DEVICE), before.format
     triton_sealed_chunks.put_sinks(there.rows, there.plan, format)
     most = sum(count // format.page + 1 for *_, count in before.plan.chunks.tolist())
-    triton_seal.seal_chunks(there.rows.tails, there.pages, there.plan.chunks, there.plan.tables, there.rows.lanes, most, format)
+    sealing.seal_chunks(there.rows.tails, there.pages, there.plan.chunks, there.plan.tables, there.rows.lanes, most, format)
     return there.on("cpu")
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from forefetch.kernels.kv_codec.fit import ALTERNATIONS
 from forefetch.kernels.kv_codec.formats import KvFormat
-from forefetch.kernels.kv_codec.triton_entries import CHUNKS, EACH, TAILS
-from forefetch.kernels.kv_codec.triton_fit import RULES
-from forefetch.kernels.kv_codec.triton_grids import CHANNELS, KEYS, TOKENS, _choose, _fit_pages, _pack_bits
-from forefetch.kernels.kv_codec.triton_pack import bit_order
+from forefetch.kernels.kv_codec.sealing.entries import CHUNKS, EACH, TAILS
+from forefetch.kernels.kv_codec.sealing.fit import RULES
+from forefetch.kernels.kv_codec.sealing.grids import CHANNELS, KEYS, TOKENS, _choose, _fit_pages, _pack_bits
+from forefetch.kernels.kv_codec.sealing.pack import bit_order
 
 PAGES = 2048
 """Pages of one layer and head that are sealed at a time: what lies between the launches takes 40 KB of each at most."""
@@ -31,7 +31,7 @@ FIT_WARPS, CHOOSE_WARPS = 4, 4
 class Job:
     """k, v [A, B, slots, D] of equal strides, the last two dimensions contiguous; pages uint8 [A, B, P, blob_bytes] contiguous.
 
-    `table`, `kind`: see `triton_entries`; `entries`: how many pages of each [A, B] there are at most."""
+    `table`, `kind`: see `entries`; `entries`: how many pages of each [A, B] there are at most."""
 
     k: Tensor
     v: Tensor
@@ -61,7 +61,7 @@ class Job:
         if not units:
             return
         if self.format.name == "fp4":
-            from forefetch.kernels.kv_codec.triton_fp4 import seal_fp4
+            from forefetch.kernels.kv_codec.sealing.fp4 import seal_fp4
 
             seal_fp4(self, units)
         else:
@@ -150,5 +150,5 @@ def seal_chunks(
     pages that the chunks can fill at most."""
     flat = tails.flatten(2, 3)
     slots = tails.shape[3]
-    where = {"slots": slots, "rows_at": lanes * slots}
-    Job(flat[None, 0], flat[None, 1], pages[None], format, CHUNKS, entries, chunks, tables, **where).run()
+    k, v, rows_at = flat[None, 0], flat[None, 1], lanes * slots
+    Job(k, v, pages[None], format, CHUNKS, entries, chunks, tables, slots=slots, rows_at=rows_at).run()

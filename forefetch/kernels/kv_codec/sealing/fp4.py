@@ -15,14 +15,14 @@ import triton.language as tl
 
 from forefetch.kernels.kv_codec.fit import ALTERNATIONS, NUDGE4, TURNS
 from forefetch.kernels.kv_codec.formats import GROUP
+from forefetch.kernels.kv_codec.sealing.entries import VARIABLE, entry, head_of, tokens
+from forefetch.kernels.kv_codec.sealing.fit import factor_of, total
+from forefetch.kernels.kv_codec.sealing.grids import CHANNELS, KEYS, TOKENS, columns, put_meta, put_outliers, worst
+from forefetch.kernels.kv_codec.sealing.pack import put_keys, put_values
 from forefetch.kernels.kv_codec.triton import _at, _get, _stored
-from forefetch.kernels.kv_codec.triton_entries import VARIABLE, entry, head_of, tokens
-from forefetch.kernels.kv_codec.triton_fit import factor_of, total
-from forefetch.kernels.kv_codec.triton_grids import CHANNELS, KEYS, TOKENS, columns, put_meta, put_outliers, worst
-from forefetch.kernels.kv_codec.triton_pack import put_keys, put_values
 
 if TYPE_CHECKING:
-    from forefetch.kernels.kv_codec.triton_seal import Job
+    from forefetch.kernels.kv_codec.sealing import Job
 
 _CHANNELS, _TOKENS, _KEYS, _GROUP = tl.constexpr(CHANNELS), tl.constexpr(TOKENS), tl.constexpr(KEYS), tl.constexpr(GROUP)
 _TURNS, _NUDGE = tl.constexpr(len(TURNS)), tl.constexpr(NUDGE4)

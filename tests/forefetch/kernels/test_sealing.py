@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forefetch.kernels.kv_codec import NAMES, KvFormat, ref, triton_seal, triton_tails
+from forefetch.kernels.kv_codec import NAMES, KvFormat, ref, sealing
+from forefetch.kernels.kv_codec.sealing.tails import move
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -41,7 +42,7 @@ def test_the_same_bytes(name: str, dim: int, page: int, outliers: int) -> None:
     for skip, some in ((0, None), (5, weight))[name != "e2m0" :]:
         expected = ref.seal(k, v, format, skip=skip, weight=some)
         there = None if some is None else some.to(DEVICE)
-        got = triton_seal.seal(k.to(DEVICE), v.to(DEVICE), format, skip=skip, weight=there)
+        got = sealing.seal(k.to(DEVICE), v.to(DEVICE), format, skip=skip, weight=there)
         assert torch.equal(got.cpu(), expected)
 
 
@@ -49,7 +50,7 @@ def test_the_same_bytes(name: str, dim: int, page: int, outliers: int) -> None:
 def test_the_order_of_tensor_cores(name: str) -> None:
     format = KvFormat(name, 64, outliers=1)
     k, v = torch.randn(2, 1, 128, 64, generator=torch.Generator().manual_seed(6)).half()
-    assert torch.equal(triton_seal.seal(k.to(DEVICE), v.to(DEVICE), format).cpu(), ref.seal(k, v, format))
+    assert torch.equal(sealing.seal(k.to(DEVICE), v.to(DEVICE), format).cpu(), ref.seal(k, v, format))
 
 
 @pytest.mark.gpu
@@ -60,7 +61,7 @@ def test_many_pages_of_the_usual_shape(name: str) -> None:
     k, v = torch.randn(2, 256, 128, 128, generator=torch.Generator().manual_seed(5)).half()
     k *= 1 + 4 * torch.rand(128, generator=torch.Generator().manual_seed(7))
     expected = ref.seal(k, v, format, skip=16)
-    assert torch.equal(triton_seal.seal(k.cuda(), v.cuda(), format, skip=16).cpu(), expected)
+    assert torch.equal(sealing.seal(k.cuda(), v.cuda(), format, skip=16).cpu(), expected)
 
 
 @pytest.mark.parametrize("recent", [9, 70])
@@ -72,8 +73,8 @@ def test_tails_are_sealed_where_they_lie_and_move_on(recent: int) -> None:
     due = torch.tensor([[3, 1, 3], [0, 4, 0]], dtype=torch.int32)
     whole = torch.full((2, 2, 1, 5, format.tail_tokens, 32), torch.nan, dtype=torch.float16, device=DEVICE)
     there = whole[:, :, :, :4].copy_(tails), pages.to(DEVICE, copy=True), due.to(DEVICE)
-    triton_seal.seal_tails(*there, format)
-    triton_tails.move(there[0], there[2], format)
+    sealing.seal_tails(*there, format)
+    move(there[0], there[2], format)
     for lane, page, skip in due.tolist():
         k, v = (tails[:, kind, :, lane, :32].flatten(0, 1) for kind in (0, 1))
         pages[:, :, page] = ref.seal(k, v, format, skip=skip).view(2, 1, -1)
@@ -85,9 +86,9 @@ def test_tails_are_sealed_where_they_lie_and_move_on(recent: int) -> None:
 
 def test_nothing_to_seal_and_what_is_refused() -> None:
     format = KvFormat("e2m0", 32, page=32)
-    assert triton_seal.seal(torch.zeros(0, 32, 32), torch.zeros(0, 32, 32), format).shape == (0, format.blob_bytes)
+    assert sealing.seal(torch.zeros(0, 32, 32), torch.zeros(0, 32, 32), format).shape == (0, format.blob_bytes)
     with pytest.raises(ValueError, match="cannot seal"):
-        triton_seal.seal(torch.zeros(1, 32, 16), torch.zeros(1, 32, 32), format)
+        sealing.seal(torch.zeros(1, 32, 16), torch.zeros(1, 32, 32), format)
     pages = torch.zeros(1, 1, 2, format.blob_bytes + 1, dtype=torch.uint8)
     with pytest.raises(ValueError, match="cannot seal"):
-        triton_seal.seal_tails(torch.zeros(1, 2, 1, 1, 144, 32).half(), pages, torch.zeros(1, 3).int(), format)
+        sealing.seal_tails(torch.zeros(1, 2, 1, 1, 144, 32).half(), pages, torch.zeros(1, 3).int(), format)

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 from forefetch.kernels.kv_codec.formats import ALIGN
+from forefetch.kernels.kv_codec.sealing.entries import VARIABLE, entry, head_of, tokens
+from forefetch.kernels.kv_codec.sealing.fit import fit, towards
+from forefetch.kernels.kv_codec.sealing.pack import put_bits, put_keys, put_values
 from forefetch.kernels.kv_codec.triton import _at, _get, _stored
-from forefetch.kernels.kv_codec.triton_entries import VARIABLE, entry, head_of, tokens
-from forefetch.kernels.kv_codec.triton_fit import fit, towards
-from forefetch.kernels.kv_codec.triton_pack import put_bits, put_keys, put_values
 
 CHANNELS, TOKENS, KEYS = 16, 32, 16
 """Channels of K that a program fits, tokens of V, and keys whose codes it chooses."""
