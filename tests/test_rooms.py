@@ -97,6 +97,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
             "lookahead",
             "hints",
             "sealed",
+            "sealed_step",
             "quality",
         ),
         *("disk", "vault", "session_log", "session_rows", "operators"),
