@@ -286,6 +286,20 @@ def test_memory_is_what_the_arithmetic_says() -> None:
     assert cache.rows.shape[3] >= ROWS
 
 
+def test_a_void_commit_seals_nothing() -> None:
+    """Behind a step that was lost under way: no page of a request, no tail but the idle lane's."""
+    cache = Rig(make_format()).cache
+    void, before = torch.ones(1, dtype=torch.int32), (cache.tails[:, :, :, :4].view(torch.int16).clone(), cache.pages.clone())
+    cache.heed(void)
+    cache._seal_tails([(2, 7, 1)])
+    assert torch.equal(cache.tails[:, :, :, :4].view(torch.int16), before[0])
+    assert torch.equal(cache.pages[:, :, 1:], before[1][:, :, 1:])
+    cache.tails[:] = 1.0
+    void.zero_()
+    cache._seal_tails([(2, 7, 1)])
+    assert not torch.equal(cache.pages[:, :, 7], before[1][:, :, 7])
+
+
 def test_copies_of_sinks_do_not_grow() -> None:
     rig = Rig(make_format())
     for seed in range(20):
