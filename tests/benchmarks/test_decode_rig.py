@@ -34,3 +34,15 @@ def test_a_prompt_enters_while_others_decode(rig: Rig) -> None:
     gaps, first = rig.intrusion(2, 2 * PAGE, PAGE, 64)
     assert first > 0
     assert len(gaps) >= 2
+
+
+def test_a_rounded_trunk_is_timed_and_has_fewer_bytes(rig: Rig) -> None:
+    rig.experts.expert_bytes, read = 1, []
+    for kind in ("int8", "stored"):  # stored last: other tests use it
+        rig.put_trunk(kind)
+        rig.put_cache("e2m0", 12, 4)
+        assert len(rig.measure(2, PAGE, 2, warm=1).gaps) == 1
+        read.append(rig.step_bytes(0, 0))
+    head = rig.spec.vocab_size * rig.spec.hidden_size
+    assert read[0] < 0.4 * read[1]  # of float32: a quarter, norms, gates and scales
+    assert read[1] - read[0] > 2.9 * head

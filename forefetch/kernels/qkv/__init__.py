@@ -39,7 +39,8 @@ def enter(
 
     cos, sin [T, 1, D] with both halves filled. Values saturate at +-limit, by default the cache's largest. Two rows may name
     one slot only if nobody reads it (the scratch page). qkv may be in shares [S, T, ...] (`kernels.few_rows`), which are added
-    up first, in their order; queries have the type of the tables.
+    up first, in their order; queries have the type of the tables. Norms are constant: on a GPU they are read before the kernel
+    ahead of this one has ended.
     """
     if qkv.is_cuda:
         from forefetch.kernels.qkv import triton
