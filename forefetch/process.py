@@ -27,6 +27,9 @@ class Process:
     any thread.
     """
 
+    launch: Callable[..., Any] = subprocess.Popen
+    """How the process is made, with that one's arguments; tests make it a fork."""
+
     def __init__(
         self,
         name: str,
@@ -56,7 +59,7 @@ class Process:
         # -P: a folder of the same name in the working directory is not the service.
         command = [sys.executable, "-P", "-m", "forefetch.child", self._module, *self._flags]
         command.append(f"--listen={self.address or self._listen}")
-        self._popen = subprocess.Popen(
+        self._popen = self.launch(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -12,14 +12,37 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cluster_calls import SMALL, Start
+from forks import ForkServer
 
-from forefetch.cluster import Cluster, ClusterConfig, Extra
+from forefetch.cluster import MALLOC, Cluster, ClusterConfig, Extra
+from forefetch.process import Process
+
+# What services load only where they need it.
+LATER = ["router_service.compiled", "router_service.discovery", "grpc_health.v1.health", "grpc_reflection.v1alpha.reflection"]
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    environment = {**MALLOC, "GRPC_VERBOSITY": "ERROR", "OMP_WAIT_POLICY": "PASSIVE"}
+    server = ForkServer(["router_service", "expert_worker", "kv_service"], LATER, **environment)
+    yield server
+    server.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forked(request: pytest.FixtureRequest, fork_server: ForkServer) -> Iterator[None]:
+    """Services of a module's clusters are forks, which saves seconds of imports each. Not where the module is about commands,
+    nor with a GPU, which a fork cannot have."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.module.__name__.endswith("test_commands") and not Path("/dev/nvidiactl").exists():
+            patch.setattr(Process, "launch", staticmethod(fork_server.launch))
         yield
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 from cluster_calls import Background, Router, until
-from forks import Forks
+from forks import Forks, ForkServer
 from reference_model import CASES, Oracle
 
 from forefetch.rpc.auth import ANONYMOUS
@@ -132,20 +132,24 @@ class Stage:
 
 @pytest.fixture(params=["float32", "e2m0"])
 def stage(
-    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], oracle: Callable[[str], Oracle], tmp_path: Path
+    request: pytest.FixtureRequest,
+    checkpoint: Callable[[str], Path],
+    oracle: Callable[[str], Oracle],
+    fork_server: ForkServer,
+    tmp_path: Path,
 ) -> Iterator[Stage]:
     folder, dense = checkpoint(CASE), request.param == "float32"
     spec, opened = open_model(str(folder), allow_synthetic=False)
     naming = Naming.of(spec, opened.digest, "float32", "computed in torch.float32", PAGE)
-    kv = Forks("kv_service", [f"--dir={tmp_path}", *KV_FLAGS])
+    kv = Forks(fork_server, "kv_service", [f"--dir={tmp_path}", *KV_FLAGS])
     pages = (f"--page-size={PAGE}",) if dense else SEALED
     flags = [f"--model={folder}", "--device=cpu", "--workers=local", *FLAGS, *pages]
     truth = Truth(oracle(CASE), spec, naming if dense else None)
-    alone = Forks("router_service", flags)
+    alone = Forks(fork_server, "router_service", flags)
     truth.learn(Router(alone.start()))
     alone.close()
     flags.append(f"--kv={kv.start()}")
-    both = Forks("router_service", flags), Forks("router_service", flags)
+    both = Forks(fork_server, "router_service", flags), Forks(fork_server, "router_service", flags)
     for one in both:
         one.start()
     yield Stage(kv, both, truth)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from forks import Forks
+from forks import Forks, ForkServer
 
 from forefetch.errors import ForefetchError
 from kv_service.client import Key, KvClient, SessionRecord, chain
@@ -116,9 +116,11 @@ def damage(file: Path, draw: random.Random, keys: list[Key]) -> bool:
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Forks]:
     flags = [f"--dir={tmp_path}", "--budget-mb=2", "--max-block-mb=1", "--disk-gb=0.003", "--log-level=error"]
-    one = Forks("kv_service", flags)
+    server = ForkServer(["kv_service"])
+    one = Forks(server, "kv_service", flags)
     yield one
     one.close()
+    server.close()
 
 
 def test_killed_at_random_points(service: Forks, tmp_path: Path) -> None:
