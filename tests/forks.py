@@ -22,8 +22,9 @@ CHILD = ["-P", "-m", "forefetch.child"]
 
 
 class ForkServer:
-    """`launch` stands in for subprocess.Popen where Process starts a service. The server starts with the first one. `modules`: to
-    be loaded beside the services' own."""
+    """`launch` stands in for subprocess.Popen where Process starts a service. The server starts with the first one.
+
+    `modules`: to be loaded beside the services' own. `environment`: what libraries read when they are loaded."""
 
     def __init__(self, services: Sequence[str], modules: Sequence[str] = (), **environment: str) -> None:
         self._services, self._modules = services, [*(f"{service}.__main__" for service in services), *modules]

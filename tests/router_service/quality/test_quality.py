@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,6 +95,19 @@ def test_baselines_near_float16(name: str, meter: Meter) -> None:
     assert 0 < (plain - rough).norm() < plain.norm()
 
 
+@pytest.fixture
+def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quanto unpacks codes in Python: building its C++ for that, which says the same, takes a minute in a new environment."""
+    if runs("hf-quanto2"):
+        from optimum.quanto.library.extensions.extension import get_extension
+
+        def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+            return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
+
+        monkeypatch.setattr(get_extension("quanto_cpp"), "_lib", SimpleNamespace(unpack=unpack))
+
+
+@pytest.mark.usefixtures("_uncompiled")
 @pytest.mark.parametrize("name", list(PEERS))
 def test_peers_do_in_one_forward_what_they_do_token_by_token(name: str, meter: Meter) -> None:
     if not runs(name):
