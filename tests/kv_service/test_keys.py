@@ -74,7 +74,7 @@ def test_every_parameter_of_the_root_counts(name: str, other: Any) -> None:
     assert root_key(**{**ROOT, name: other}) != root_key(**ROOT)
 
 
-texts = st.text(max_size=4)
+texts = st.text("ab\0é€", max_size=3)  # few, so that equal ones come and bytes could move between fields
 roots = st.tuples(
     st.binary(max_size=3),
     texts,
