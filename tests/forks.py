@@ -74,9 +74,9 @@ class Forked:
         self.stdin = os.fdopen(stdin, "w")
         self.stdout, self.stderr = os.fdopen(stdout, errors=errors), os.fdopen(stderr, errors=errors)
         self._status, self._lock = os.fdopen(status, "rb", buffering=0), threading.Lock()
-        self._told = b""
-        while b"\n" not in self._told:
-            self._told += self._status.read(1) or b"-1\n"
+        self._told = self._status.readline()
+        if not self._told:
+            raise RuntimeError("the fork server has ended")
         self.pid = int(self._told)
 
     returncode: int | None

@@ -17,6 +17,7 @@ from forks import ForkServer
 from forefetch.cluster import MALLOC, Cluster, ClusterConfig, Extra
 from forefetch.process import Process
 
+START_S = 150.0  # in a new environment kernels are compiled by the first, for whom all others wait
 # What services load only where they need it.
 LATER = ["router_service.compiled", "router_service.discovery", "grpc_health.v1.health", "grpc_reflection.v1alpha.reflection"]
 
@@ -62,7 +63,7 @@ def start(checkpoint: Callable[[str], Path]) -> Iterator[Start]:
             kv_flags: tuple[str, ...] = (),
         ) -> Cluster:
             config = ClusterConfig(
-                model=str(checkpoint(case)), workers=workers, link=link, kv=kv, port=0, device="cpu", start_s=90.0
+                model=str(checkpoint(case)), workers=workers, link=link, kv=kv, port=0, device="cpu", start_s=START_S
             )
             cluster = Cluster.start(config, extra=Extra(router, worker, kv_flags))
             stack.callback(cluster.stop, 0.0)

@@ -17,6 +17,7 @@ from forefetch.process import Process
 from forefetch.v1 import expert_pb2, expert_pb2_grpc
 
 LEASE_S = 2.0
+START_S = 150.0
 LAYERS, EXPERTS = 3, 8
 ALL = {(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)}
 
@@ -34,7 +35,7 @@ class Fleet:
         for name in names:
             self._spawn(name, "expert_worker", [f"--model={self.model}", "--device=cpu", "--placed", *flags])
         for name in names:
-            self.processes[name].wait_ready(90)
+            self.processes[name].wait_ready(START_S)
             self.ports[name] = int(self.processes[name].address.rpartition(":")[2])
             self.announce(name)
 
@@ -45,7 +46,7 @@ class Fleet:
         own = [f"--model={self.model}", "--device=cpu", *SMALL, "--link=grpc", "--worker-grace-s=60", "--kube-timeout-s=5"]
         own += ["--workers=kubernetes:test/experts", f"--kube-api={self.kubernetes.url}", f"--lease-s={LEASE_S}"]
         process = self._spawn(name, "router_service", [*own, "--max-workers=6", "--rebalance-s=0", *flags])
-        process.wait_ready(90)
+        process.wait_ready(START_S)
         return Router(process.address)
 
     def _spawn(self, name: str, module: str, flags: list[str]) -> Process:
