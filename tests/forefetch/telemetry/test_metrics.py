@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from forefetch.settings import ServiceConfig
-from forefetch.telemetry import metrics, names
+from forefetch.telemetry import metric_rows, metrics, names
 from forefetch.telemetry.ring import StepRing, Timings
 from forefetch.telemetry.spans import Exporter
 from forefetch.v1 import expert_pb2, kv_pb2, router_pb2
@@ -116,9 +116,9 @@ def test_spans() -> None:
 
 def test_every_row_reads_a_real_field_and_every_counter_is_named_so() -> None:
     for rows, message in (
-        (metrics._ROUTER, router_pb2.GetStatsResponse()),
-        (metrics._EXPERT, expert_pb2.ExpertServiceGetStatsResponse()),
-        (metrics._KV, kv_pb2.KvServiceGetStatsResponse()),
+        (metric_rows.ROUTER, router_pb2.GetStatsResponse()),
+        (metric_rows.EXPERT, expert_pb2.ExpertServiceGetStatsResponse()),
+        (metric_rows.KV, kv_pb2.KvServiceGetStatsResponse()),
     ):
         for metric, value in rows:
             assert metric.name.startswith("forefetch_")
