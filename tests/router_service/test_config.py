@@ -105,10 +105,11 @@ def test_what_a_format_does_not_support_is_refused(
 
 def test_tails_and_sinks_are_counted(checkpoint: Callable[[str], Path]) -> None:
     # A tail has 112 + 32 tokens, sinks 4 thrice (two copies for the KV service): 156 tokens x 3 layers x 2 heads x K and V x 16
-    # dims x 2 bytes = 59,904 bytes a request, and one lane is for padding; a step's row takes 384.
+    # dims x 2 bytes = 59,904 bytes a request, and one lane is for padding; a step's rows take whole tails with
+    # sinks, 148 tokens x 384 bytes.
     flags = {"kv_format": "e2m0", "page_size": "32", "max_step_tokens": "128"}
     assert sizes(checkpoint, **flags, max_batch="14", kv_memory_mb="1").pages > 1
-    with pytest.raises(ConfigError, match="tails and sinks of --max-batch 18 requests and a step's rows 1187328"):
+    with pytest.raises(ConfigError, match="tails and sinks of --max-batch 18 requests and a step's rows 1195008"):
         sizes(checkpoint, **flags, max_batch="18", kv_memory_mb="1")
 
 
