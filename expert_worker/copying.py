@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from expert_worker.host import Host
 from expert_worker.pool import Pool
 from expert_worker.residency import CopyFailed, StartCopy, Wait
+from forefetch.kernels import compiled
+
+if TYPE_CHECKING:
+    from forefetch.kernels.compiled.unpack import Copies
+
+
+def compiled_copies(pool: Pool, host: Host) -> Copies | None:
+    """From where to where copies go, for compiled kernels; None when those are not there or do not know the format."""
+    format = host.format
+    if pool.memory.is_cuda or not compiled.available() or format.order != "natural":
+        return None
+    from forefetch.kernels.compiled import unpack
+
+    kinds = {"float16": unpack.HALF, "int8": unpack.INT8, "int4": unpack.INT4} if pool.dtype == torch.float32 else {}
+    kind = unpack.SAME if format == pool.format else kinds.get(format.kind)
+    if kind is None:
+        return None
+    where = host.blobs.data_ptr(), host.stride, pool.memory.data_ptr(), pool.stride
+    groups = format.group_of(pool.hidden), format.group_of(pool.width)
+    return unpack.Copies(*where, kind, pool.hidden, pool.width, *groups)
 
 
 class Lane:
@@ -18,10 +39,21 @@ class Lane:
         self._pool, self._host, self._check = pool, host, check
         self._stream = torch.cuda.Stream(pool.memory.device) if pool.memory.is_cuda else None  # type: ignore[no-untyped-call]
         self._used: dict[int, torch.cuda.Event] = {}  # slot -> when the computation has read it
+        self.copies = compiled_copies(pool, host)
+        if self.copies is not None:
+            from forefetch.kernels.compiled.locks import compiling
+            from forefetch.kernels.compiled.unpack import fill
+
+            self._fill = cast("Callable[[Copies, int, int], None]", fill)
+            with compiling():
+                self._fill(self.copies, 0, 0)
         self.start: StartCopy = self._start if self._stream is None else self._launch
 
     def _start(self, slot: int, number: int) -> Wait:
-        self._pool.fill(slot, self._host.blob(number), self._host.format)
+        if self.copies is not None:
+            self._fill(self.copies, self._host.place_of(number), slot)
+        else:
+            self._pool.fill(slot, self._host.blob(number), self._host.format)
         self._verify(slot, number)
         return _nothing
 

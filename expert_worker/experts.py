@@ -86,7 +86,7 @@ class Experts:
         total = storage.places or len(self.members)
         self.top_k = spec.top_k
         self._device, count = device, total if storage.in_place(device) else min(storage.slots, total)
-        self._check = storage.check_copies
+        self.checks_copies = storage.check_copies
         self.pool = self._pool(count, spec, storage, self._slot_dtype(spec, checkpoint, storage, dtype))
         self.pool.prepare(dtype)
         self.host: Host | None = None
@@ -153,7 +153,7 @@ class Experts:
 
     def _manage(self, host: Host, slots: Slots) -> Residency:
         """Times a copy first: hints are admitted by what copies can bring in time."""
-        self.lane = lane = Lane(self.pool, host, self._check)
+        self.lane = lane = Lane(self.pool, host, self.checks_copies)
         for slot in (0, 0):  # the first one wakes up libraries
             began = perf_counter_ns()
             lane.start(slot, 0)()

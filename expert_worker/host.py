@@ -48,7 +48,11 @@ class Host:
 
     def blob(self, number: int) -> Tensor:
         """An expert's bytes. KeyError for one that is not here."""
-        return self.blobs[self.shelf.place_of[number] if self.shelf else number]
+        return self.blobs[self.place_of(number)]
+
+    def place_of(self, number: int) -> int:
+        """Its row. KeyError for one that is not here."""
+        return self.shelf.place_of[number] if self.shelf else number
 
     def row(self, place: int) -> Host:
         """A view of one place, for one expert."""

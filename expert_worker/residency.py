@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import NamedTuple
@@ -98,6 +99,14 @@ class Residency:
             now = self.slots.wasted * self.expert_bytes, self.copied.bytes, self.copied.ns
             told, self._told = self._told, now
         return now[0] - told[0], now[1] - told[1], now[2] - told[2]
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Nothing is under way when this begins, and nothing begins before it ends."""
+        with self.changed:
+            while self.flying or self.demanded:
+                self.changed.wait()
+            yield
 
     # ---- experts that come and go ----
 

@@ -13,6 +13,7 @@ time, a prompt takes at most that many slots away from decoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,33 @@ FAST, SLOW, FAST_SHARE = 0.2, 0.01, 0.3
 _LEAST = 1e-4  # probability of an expert that was never used
 
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 Uses = npt.NDArray[np.float64]
+
+AT, FREE, WASTED = range(3)
+
+
+class Table(NamedTuple):
+    """All there is to know of slots, in arrays that compiled steps change by the same rules (`kernels/compiled/slots.py`)."""
+
+    capacity: int
+    layers: int
+    floor: int
+    window: int
+    first: Ints  # [layers + 1]: each layer's first expert
+    layer_of: Ints  # [experts]
+    slot_of: Ints  # [experts]
+    expert_in: Ints  # [slots]
+    ready: Flags  # [slots]
+    unused: Flags  # [slots]: came by prefetch and no call has used it
+    pins: Ints  # [slots]
+    predicted: Flags  # [experts] that only a call in need may evict
+    held: Ints  # [layers]: slots of each
+    fast: Uses  # [experts], as the next two
+    slow: Uses
+    gap: Uses  # layers * (1/p - 1)
+    free: Ints  # [slots]: a stack of empty ones
+    numbers: Ints  # [3]: layer of the last call; how many are empty; experts that left unused
 
 
 def uses_of(counts: Sequence[int], rows: int) -> Uses:
@@ -43,61 +70,93 @@ class Slots:
         for all layers). ValueError when there is no slot."""
         if capacity < 1:
             raise ValueError(f"{capacity} slots")
-        self.capacity, self.layers = capacity, len(sizes)
-        self.floor = min(floor, capacity // len(sizes))
-        self.window = max(1, floor, capacity // 8)  # experts that one call may bring in before it has run those
-        self.layer_of = np.repeat(np.arange(len(sizes)), sizes)  # expert -> layer
-        self._first = np.cumsum([0, *sizes])
-        self.slot_of = [NOWHERE] * len(self.layer_of)
-        self.expert_in = np.full(capacity, NOWHERE)
-        self.predicted = np.zeros(len(self.layer_of), dtype=bool)  # experts that only a call in need may evict
-        self.unused = np.zeros(capacity, dtype=bool)  # came by prefetch and no call has used it
-        self.wasted = 0  # experts that left unused
-        self._here = [False] * len(self.layer_of)  # experts whose slot is ready
-        self._free = list(range(capacity - 1, -1, -1))
-        self._ready = np.zeros(capacity, dtype=bool)
-        self._pins = np.zeros(capacity, dtype=np.int64)
-        self._count = np.zeros(self.layers, dtype=np.int64)  # slots of each layer
-        self._at = self.layers - 1  # the layer of the last call
-        chance = 1.0 / max(sizes, default=1)
-        self._fast, self._slow = (np.full(len(self.layer_of), chance) for _ in range(2))
-        self._gap = np.full(len(self.layer_of), self._gap_of(np.array(chance)))  # layers * (1/p - 1)
+        layers, experts = len(sizes), sum(sizes)
+        averages = np.full((3, experts), 1.0 / max(sizes, default=1))
+        self.table = table = Table(
+            capacity=capacity,
+            layers=layers,
+            floor=min(floor, capacity // layers),
+            window=max(1, floor, capacity // 8),  # experts that one call may bring in before it has run those
+            first=np.cumsum([0, *sizes]),
+            layer_of=np.repeat(np.arange(layers), sizes),
+            slot_of=np.full(experts, NOWHERE),
+            expert_in=np.full(capacity, NOWHERE),
+            ready=np.zeros(capacity, dtype=bool),
+            unused=np.zeros(capacity, dtype=bool),
+            pins=np.zeros(capacity, dtype=np.int64),
+            predicted=np.zeros(experts, dtype=bool),
+            held=np.zeros(layers, dtype=np.int64),
+            fast=averages[0],
+            slow=averages[1],
+            gap=averages[2],
+            free=np.arange(capacity - 1, -1, -1),
+            numbers=np.array((layers - 1, capacity, 0)),
+        )
+        table.gap[:] = self._gap_of(table.fast)
+        self.slot_of = memoryview(table.slot_of.data)  # the same memory; single numbers are read faster so
+        self._ready = memoryview(table.ready.data)
+
+    @property
+    def capacity(self) -> int:
+        """Slots."""
+        return self.table.capacity
+
+    @property
+    def window(self) -> int:
+        """Experts that one call may bring in before it has run those."""
+        return self.table.window
+
+    @property
+    def predicted(self) -> Flags:
+        """Experts that only a call in need may evict."""
+        return self.table.predicted
+
+    @property
+    def wasted(self) -> int:
+        """Experts that left unused."""
+        return int(self.table.numbers[WASTED])
 
     # ---- what calls need ----
 
     def used(self, layer: int, experts: Ints, uses: Uses) -> None:
         """A call of `layer` needs these experts, each as much as `uses_of` says."""
-        own = slice(self._first[layer], self._first[layer + 1])
-        for average, share in ((self._fast, FAST), (self._slow, SLOW)):
+        table = self.table
+        own = slice(table.first[layer], table.first[layer + 1])
+        for average, share in ((table.fast, FAST), (table.slow, SLOW)):
             average[own] *= 1 - share
             average[experts] += share * uses
-        self._gap[own] = self._gap_of(FAST_SHARE * self._fast[own] + (1 - FAST_SHARE) * self._slow[own])
-        self._at = layer
+        table.gap[own] = self._gap_of(FAST_SHARE * table.fast[own] + (1 - FAST_SHARE) * table.slow[own])
+        table.numbers[AT] = layer
 
     def _gap_of(self, probability: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        return self.layers / np.maximum(probability, _LEAST) - self.layers
+        return self.table.layers / np.maximum(probability, _LEAST) - self.table.layers
+
+    def _distance(self, layer: int) -> int:
+        """Calls until that layer's next one."""
+        return (layer - int(self.table.numbers[AT]) - 1) % self.table.layers + 1
 
     def calls_until(self, layer: int, probability: float) -> float:
         """Expected calls until an expert is needed that the next call of `layer` needs with this probability."""
-        return float((layer - self._at - 1) % self.layers + 1 + self._gap_of(np.array(probability)))
+        return float(self._distance(layer) + self._gap_of(np.array(probability)))
 
     def expected(self, expert: int) -> float:
         """Expected calls until an expert is needed."""
-        return float((self.layer_of[expert] - self._at - 1) % self.layers + 1 + self._gap[expert])
+        return float(self._distance(int(self.table.layer_of[expert])) + self.table.gap[expert])
 
     # ---- where experts are ----
 
     def touch(self, experts: Sequence[int]) -> None:
         """A call uses these ready experts: whoever brought them did not do so in vain."""
-        self.unused[self._slots(experts)] = False
+        self.table.unused[self._slots(experts)] = False
 
     def is_ready(self, expert: int) -> bool:
         """Whether it can be used."""
-        return self._here[expert]
+        slot = self.slot_of[expert]
+        return slot != NOWHERE and bool(self._ready[slot])
 
     def ready(self, layer: int) -> list[int]:
         """The layer's experts that can be used, ascending."""
-        return [expert for expert in range(self._first[layer], self._first[layer + 1]) if self.is_ready(expert)]
+        return [expert for expert in range(*self.table.first[layer : layer + 2]) if self.is_ready(expert)]
 
     def place(self, expert: int, unless: float = 0.0, needed: bool = False) -> int:
         """Gives a slot to an expert that has none, for the caller to fill; evicts if there is no empty one.
@@ -105,20 +164,26 @@ class Slots:
         NOWHERE if that would evict an expert that is pinned, being filled, predicted, of a layer at its floor, or expected to
         be needed within `unless` calls. needed: predictions and floors do not count.
         """
-        slot = self._free.pop() if self._free else self._victim(expert, unless, needed)
+        table = self.table
+        if table.numbers[FREE]:
+            table.numbers[FREE] -= 1
+            slot = int(table.free[table.numbers[FREE]])
+        else:
+            slot = self._victim(expert, unless, needed)
         if slot != NOWHERE:
-            if self.expert_in[slot] != NOWHERE:
+            if table.expert_in[slot] != NOWHERE:
                 self._evict(slot)
-            self.expert_in[slot], self.slot_of[expert] = expert, slot
-            self._ready[slot] = self.unused[slot] = False
-            self._count[self.layer_of[expert]] += 1
+            table.expert_in[slot], table.slot_of[expert] = expert, slot
+            table.ready[slot] = table.unused[slot] = False
+            table.held[table.layer_of[expert]] += 1
         return slot
 
     def _victim(self, expert: int, unless: float, needed: bool) -> int:
-        layers = self.layer_of[self.expert_in]
-        until = self._gap[self.expert_in] + ((np.arange(self.layers) - self._at - 1) % self.layers + 1)[layers]
-        until[(self._pins > 0) | ~self._ready] = -1
-        spared = self.predicted[self.expert_in] | ((self._count <= self.floor)[layers] & (layers != self.layer_of[expert]))
+        table, there = self.table, self.table.expert_in
+        layers = table.layer_of[there]
+        until = table.gap[there] + ((np.arange(table.layers) - table.numbers[AT] - 1) % table.layers + 1)[layers]
+        until[(table.pins > 0) | ~table.ready] = -1
+        spared = table.predicted[there] | ((table.held <= table.floor)[layers] & (layers != table.layer_of[expert]))
         slot = int(np.where(spared, -1, until).argmax())
         if spared[slot] or until[slot] < 0:
             if not needed:
@@ -127,28 +192,29 @@ class Slots:
         return slot if until[slot] > unless else NOWHERE
 
     def _evict(self, slot: int) -> None:
-        self.wasted += int(self.unused[slot])
-        expert = int(self.expert_in[slot])
-        self._here[expert] = False
-        self._count[self.layer_of[expert]] -= 1
-        self.slot_of[expert] = NOWHERE
+        table = self.table
+        table.numbers[WASTED] += table.unused[slot]
+        expert = table.expert_in[slot]
+        table.held[table.layer_of[expert]] -= 1
+        table.slot_of[expert] = NOWHERE
 
     def filled(self, expert: int, prefetched: bool = False) -> None:
         """Its bytes are in its slot."""
         slot = self.slot_of[expert]
-        self._ready[slot], self.unused[slot], self._here[expert] = True, prefetched, True
+        self.table.ready[slot], self.table.unused[slot] = True, prefetched
 
     def drop(self, expert: int) -> None:
         """Empties an unpinned expert's slot, filled or not."""
-        slot = self.slot_of[expert]
+        table, slot = self.table, self.slot_of[expert]
         self._evict(slot)
-        self.expert_in[slot] = NOWHERE
-        self._ready[slot] = self.unused[slot] = False
-        self._free.append(slot)
+        table.expert_in[slot] = NOWHERE
+        table.ready[slot] = table.unused[slot] = False
+        table.free[table.numbers[FREE]] = slot
+        table.numbers[FREE] += 1
 
     def abandon(self, expert: int) -> None:
         """Empties the slot of an expert whose bytes did not come; whoever pinned it must not unpin it."""
-        self._pins[self.slot_of[expert]] = 0
+        self.table.pins[self.slot_of[expert]] = 0
         self.drop(expert)
 
     def _slots(self, experts: Sequence[int]) -> Ints:
@@ -156,8 +222,8 @@ class Slots:
 
     def pin(self, experts: Sequence[int]) -> None:
         """Keeps placed experts, all different, where they are until as many `unpin`s."""
-        self._pins[self._slots(experts)] += 1
+        self.table.pins[self._slots(experts)] += 1
 
     def unpin(self, experts: Sequence[int]) -> None:
         """Takes back one `pin` of each."""
-        self._pins[self._slots(experts)] -= 1
+        self.table.pins[self._slots(experts)] -= 1

@@ -22,8 +22,10 @@ from forefetch.kernels.compiled.linear import Packed, padded
 from forefetch.kernels.compiled.locks import compiling, helpers
 from forefetch.kernels.few_rows import Matrix
 from forefetch.telemetry.ring import StepStamps
+from router_service.ahead import CompiledHeads
 from router_service.batch import StepBatch
 from router_service.cache import KvCache
+from router_service.hints import Hints
 from router_service.layers import Layer
 from router_service.trunk import Experts, Observer, Trunk
 from router_service.turns import halved, in_turns
@@ -38,29 +40,40 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Local:
-    """A worker in this process, with every expert in a slot."""
+    """A worker in this process that has every expert, each in a slot or on its way into one."""
 
     worker: Worker
     experts: WholeExperts
 
 
 class CompiledTrunk:
-    """`max_rows`: most rows of a decode step. `local`: where experts are in this process; then a step is one call.
+    """`max_rows`: most rows of a decode step. `local`: where experts are in this process; then a step is one call, which looks
+    ahead by itself, as `hints` say, where they move.
 
     halves_from: from so many rows on steps over wires run in two halves that take turns (`turns`); 0: never.
     """
 
     ahead = False  # a step is over when it returns
 
-    def __init__(self, trunk: Trunk, max_rows: int, workers: Workers, local: Local | None, halves_from: int = 0) -> None:
+    def __init__(
+        self,
+        trunk: Trunk,
+        max_rows: int,
+        workers: Workers,
+        local: Local | None,
+        halves_from: int = 0,
+        hints: Hints | None = None,
+    ) -> None:
         self.trunk, self.cache, self.max_rows = trunk, trunk.cache, max_rows
         self.weights, self.model = Weights(trunk), _model(trunk)
         self.buffers = _buffers(self.model, max_rows)
         self._workers, self._local, self._halves_from = workers, local, halves_from
         self._experts = experts = local.experts.room(max_rows) if local else None
-        model, buffers = self.model, self.buffers
+        self._moving = moving = local.experts.moving(trunk.spec.layers) if local else None
+        self._ahead, self._naming = CompiledHeads(trunk, max_rows, hints if moving and moving.any else None), False
+        seen = self.model, self.buffers, experts, moving
         # Workers in other processes need a core while this one computes.
-        self._crew = Crew(helpers(0 if local else 1), lambda board, number: step.assist(board, number, model, buffers, experts))
+        self._crew = Crew(helpers(0 if local else 1), lambda board, number: step.assist(board, number, *seen))
         self._mlp = _mlp(trunk, max_rows)
         self._times: Longs = np.zeros((trunk.spec.layers, step.TIMES), dtype=np.int64)
         self._logits: Floats = np.zeros((max_rows, padded(trunk.spec.vocab_size)), dtype=np.float32)
@@ -73,7 +86,7 @@ class CompiledTrunk:
         nobody: Longs = np.zeros(0, dtype=np.int64)
         rows = layer.Rows(nobody, nobody, np.zeros((0, 1), dtype=np.int64), none, none)
         with compiling():
-            self._layers(rows)
+            self._layers(rows, 0)
             if self._local is None or observed:
                 table = self.weights.tables[trunk.spec.moe_layers[0]]
                 layer.attended(self.model, table, rows, self.buffers, self.board)
@@ -92,7 +105,7 @@ class CompiledTrunk:
         if self._local is None or observer is not None:
             return self.trunk.forward(batch, experts, stamps, observer, front)
         self.buffers.x[:count] = self.trunk.embedded(batch).numpy()
-        self._layers(front.rows)
+        self._layers(front.rows, batch.step)
         self._stamp(stamps, self._local, count)
         started = perf_counter_ns()
         logits = front.logits()
@@ -120,25 +133,44 @@ class CompiledTrunk:
         """Over which helpers are told what to do."""
         return self._crew.board
 
-    def _layers(self, rows: layer.Rows) -> None:
-        """All layers with local experts; nothing without them."""
-        if self._experts is not None:
-            whole = self._experts, self._mlp, self._workers.load, self._times, self.board
+    def _layers(self, rows: layer.Rows, number: int) -> None:
+        """All layers of step `number` with local experts; nothing without them."""
+        if self._local is None or self._moving is None:
+            return
+        self._moving.counts[:] = 0
+        self._naming = self._ahead.naming and self._crew.helpers > 0  # without help copies would only come sooner
+        ahead = self._moving, self._ahead.heads, self._naming
+        whole = self._experts, self._mlp, self._workers.load, self._times, *ahead, self.board
+        with self._local.experts.still(number):
             step.layers(self.model, self.weights.tables, rows, self.buffers, *whole)
 
     def _stamp(self, stamps: StepStamps, local: Local, rows: int) -> None:
-        """What the links and the trunk would have written down."""
-        index, spent, distinct = local.worker.index, 0, 0
+        """What the links, the observer and the trunk would have written down."""
+        index, spent, waits = local.worker.index, 0, 0
         moe, pairs = self.trunk.spec.moe_layers, rows * self.trunk.spec.top_k
-        for number, (start, seen, chosen, back, end, found) in enumerate(self._times.tolist()):
-            stamps.layer(number, start, seen - start, chosen - seen, back - chosen, end - back)
+        verified = self._verified(local)
+        for number, (start, seen, chosen, back, end, found, named) in enumerate(self._times.tolist()):
+            stamps.layer(number, start, seen - named, chosen - seen, back - chosen, end - back)
             if found:
-                stamps.call(number, index, rows, back - chosen, 0, 0, back - chosen)
-                stamps.verified(number, index, 0, 0, 0, found, 0, 0, 0, 0)
-                spent, distinct = spent + back - chosen, distinct + found
+                *counts, stall = verified[number].tolist()
+                stamps.call(number, index, rows, back - chosen, 0, stall, back - chosen - stall)
+                stamps.verified(number, index, *counts, 0)
+                spent, waits = spent + back - chosen - stall, waits + stall
+        if self._moving is not None and self._naming:
+            self._ahead.stamp(stamps, self._moving.counts, self._times)
         local.worker.calls += len(moe)
         local.worker.pairs += pairs * len(moe)
-        local.experts.evaluated(len(moe), rows, pairs, spent, distinct)
+        local.worker.copies |= bool(verified[:, :3].any())
+        local.experts.evaluated(len(moe), rows, pairs, spent, waits, verified[:, :4].sum(axis=0))
+
+    def _verified(self, local: Local) -> Longs:
+        """[L, 8]: telemetry's VERIFIED of each layer but the last, then how long it waited for copies."""
+        found: Longs = np.zeros((len(self._times), 8), dtype=np.int64)
+        if self._moving is None or not self._moving.any:
+            found[:, 3] = self._times[:, 5]
+        else:
+            local.experts.verified(self._moving, found)
+        return found
 
 
 class Front:

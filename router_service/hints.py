@@ -87,7 +87,8 @@ class Hints:
         self.setting, self.trained = setting, trained
         self._trial = Trial((OFF, PLAIN, ATTENTION)) if setting == "auto" else None
         self.sent = self.failures = 0
-        self._recorded = False
+        self._recorded = self._within = False
+        self.naming = False  # heads run inside the compiled step that was begun
         self._heads, self._dispatch, self._workers, self._clock = heads, dispatch, dispatch.workers, clock
         spec = dispatch.workers.spec
         self._experts = spec.num_experts
@@ -100,6 +101,14 @@ class Hints:
     def record(self) -> Heads:
         """The heads, for recorded steps: from now on those run them, and no hints are sent."""
         self._recorded = True
+        return self._heads
+
+    def compile(self) -> Heads:
+        """The heads, for compiled decode steps: from now on those run them by themselves, if `naming` says so, unless the
+        attention ahead is to be run. No hints are sent for them."""
+        self._within = True
+        if self._trial is not None:
+            self._trial = Trial((OFF, PLAIN))
         return self._heads
 
     @property
@@ -121,7 +130,9 @@ class Hints:
     def begin(self, batch: StepBatch, stamps: StepStamps) -> Hints | None:
         """A step starts: its observer, or None when heads do not run."""
         self._mode, self._decodes = self.mode, not batch.prefills
-        if self._mode == OFF or self._recorded:
+        within = self._within and self._decodes and self._mode == PLAIN
+        self.naming = within
+        if self._mode == OFF or self._recorded or within:
             self._now = None
             return None
         self._dispatch.chosen = self._dispatch.chosen[:0]

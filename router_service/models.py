@@ -41,7 +41,7 @@ def model(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterCo
         return in_halves(trunk, config)
     experts = expert.whole_of(workers.rows[0].link) if len(workers.rows) == 1 else None
     local = Local(workers.rows[0], experts) if experts else None
-    fast = CompiledTrunk(trunk, config.max_batch, workers, local, config.halves())
+    fast = CompiledTrunk(trunk, config.max_batch, workers, local, config.halves(), hints)
     with rpc.loading("compiled kernels") as on_progress:
         fast.warm_up(observed=config.hints not in {"auto", "off"})
         on_progress(1, 1)

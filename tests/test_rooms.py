@@ -90,6 +90,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
             "packed_placed",
             "compiled",
             "whole",
+            "ahead",
             "in_place",
             "shadowed",
             "shadowed_in_place",

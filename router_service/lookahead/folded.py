@@ -83,9 +83,9 @@ class Ahead:
         gates = torch.cat([_gate(trunk, target) for target in targets], 1)  # [H, D E], with the norms' weights
         corrects, hidden = len(corrections.down) > 0, len(gates)
         down = corrections.down[-hidden:] if corrects else gates.new_zeros(hidden, 0)
-        self._second = torch.cat((gates, down), 1).contiguous()
-        self._offset = torch.cat((corrections.offset, corrections.bias))
-        self._up = corrections.up.contiguous() if corrects else None
+        self.second = torch.cat((gates, down), 1).contiguous()
+        self.offset = torch.cat((corrections.offset, corrections.bias))
+        self.up = corrections.up.contiguous() if corrects else None
 
     def logits(self, estimates: Sequence[Tensor], seen: Tensor | None) -> Tensor:
         """What reaches each target, [T, H] each, and what corrections see beside the first of them, [T, C] -> [T, D, E]."""
@@ -94,13 +94,13 @@ class Ahead:
         logits = both[:, :width]
         if any(estimate is not estimates[0] for estimate in estimates):  # dense layers lie in between
             logits = torch.cat([self._product(e)[:, self._place(d)] for d, e in enumerate(estimates)], 1)
-        if self._up is not None:
+        if self.up is not None:
             hidden = both[:, width:] if seen is None else both[:, width:] + seen
-            logits = torch.addmm(logits, silu(hidden), self._up)
+            logits = torch.addmm(logits, silu(hidden), self.up)
         return logits.view(len(logits), len(self.targets), self._experts)
 
     def _product(self, estimate: Tensor) -> Tensor:
-        return torch.addmm(self._offset, _unit(estimate, self._eps), self._second)
+        return torch.addmm(self.offset, _unit(estimate, self._eps), self.second)
 
     def _place(self, target: int) -> slice:
         return slice(target * self._experts, (target + 1) * self._experts)

@@ -52,6 +52,17 @@ class Hint:
     probabilities: Tensor
 
 
+@dataclass(frozen=True)
+class Ranking:
+    """both = unit(x) second + offset [T, E + C], logits = both[E part] + silu(both[C part]) up; without `up` C is 0."""
+
+    second: Tensor
+    offset: Tensor
+    up: Tensor | None
+    scale: float
+    shift: float
+
+
 class Lookahead:
     """Makes hints out of an estimator and heads, on the trunk's device in its dtype."""
 
@@ -86,6 +97,10 @@ class Lookahead:
         """The true residual x [T, H] behind `layer` -> a better hint for the next MoE layer; None behind the last."""
         stack = self._refined.get(layer)
         return None if stack is None else stack.hints(self._reached(layer, stack.targets, x), None)[0]
+
+    def rankings(self) -> dict[int, Ranking]:
+        """What `refine` computes, by the layer whose experts it names: for a step that does it by itself."""
+        return {stack.targets[0]: stack.ranking() for stack in self._refined.values()}
 
     def _head(self, layer: int, distance: int) -> Head:
         return self._heads.get((layer, distance), Head())
@@ -136,3 +151,8 @@ class _Stack:
         """One per target."""
         experts, probabilities = named(self._ahead.logits(estimates, seen), self._top_k, self._scale, self._shift)
         return [Hint(target, experts[:, d], probabilities[:, d]) for d, target in enumerate(self.targets)]
+
+    def ranking(self) -> Ranking:
+        """Of one target, seen from right before it."""
+        ahead = self._ahead
+        return Ranking(ahead.second, ahead.offset, ahead.up, float(self._scale), float(self._shift))

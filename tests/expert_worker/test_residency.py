@@ -216,7 +216,7 @@ def test_a_failing_demand_fails_its_call_and_leaves_nothing_pinned(few: Experts,
         forward(few, call_of(spec, 1, layer, [1, 2, 3, 4]))
     assert few.residency is not None
     until(lambda: not few.residency.flying)  # type: ignore[union-attr]
-    assert not few.residency.slots._pins.any()
+    assert not few.residency.slots.table.pins.any()
     assert 3 not in few.resident(layer)
     gate.broken.clear()
     out, _ = forward(few, call_of(spec, 2, layer, [1, 2, 3, 4]))

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expert_worker.slots import CROWD, NOWHERE, Slots, uses_of
+from expert_worker.slots import CROWD, FREE, NOWHERE, Slots, uses_of
+from forefetch.kernels import compiled
 
 ONE = np.ones(1)
 
@@ -14,9 +15,10 @@ def consistent(slots: Slots) -> None:
     """No two experts in one slot, both directions agree, and the counts are right."""
     held = {expert: slot for expert, slot in enumerate(slots.slot_of) if slot != NOWHERE}
     assert len(set(held.values())) == len(held)
-    assert {int(e): s for s, e in enumerate(slots.expert_in) if e != NOWHERE} == held
-    assert sorted([*slots._free, *held.values()]) == list(range(slots.capacity))
-    assert slots._count.tolist() == [sum(slots.layer_of[e] == layer for e in held) for layer in range(slots.layers)]
+    assert {int(e): s for s, e in enumerate(slots.table.expert_in) if e != NOWHERE} == held
+    table = slots.table
+    assert sorted([*table.free[: table.numbers[FREE]], *held.values()]) == list(range(slots.capacity))
+    assert table.held.tolist() == [sum(table.layer_of[e] == layer for e in held) for layer in range(table.layers)]
 
 
 def use(slots: Slots, layer: int, *experts: int) -> None:
@@ -45,10 +47,10 @@ def test_whatever_happens_the_table_is_sound_and_promises_hold(
     for what, expert in operations:
         placed = slots.slot_of[expert] != NOWHERE
         if what == "use":
-            slots.used(int(slots.layer_of[expert]), np.array([expert]), ONE)
+            slots.used(int(slots.table.layer_of[expert]), np.array([expert]), ONE)
         elif what in ("place", "need") and not placed:
-            before = slots.expert_in.copy()
-            ready, predicted, counts = slots._ready.copy(), slots.predicted.copy(), slots._count.copy()
+            before = slots.table.expert_in.copy()
+            ready, predicted, counts = slots.table.ready.copy(), slots.predicted.copy(), slots.table.held.copy()
             slot = slots.place(expert, needed=what == "need")
             if slot != NOWHERE and before[slot] != NOWHERE:
                 gone = int(before[slot])
@@ -56,10 +58,10 @@ def test_whatever_happens_the_table_is_sound_and_promises_hold(
                 assert ready[slot], "a copy under way was given up"
                 if what == "place":
                     assert not predicted[gone]
-                    layer = slots.layer_of[gone]
-                    assert layer == slots.layer_of[expert] or counts[layer] > slots.floor
+                    layer = slots.table.layer_of[gone]
+                    assert layer == slots.table.layer_of[expert] or counts[layer] > slots.table.floor
             elif slot == NOWHERE:
-                assert (before == slots.expert_in).all()
+                assert (before == slots.table.expert_in).all()
                 assert what == "place" or all(not ready[s] or int(before[s]) in pins for s in range(capacity))
         elif what == "fill" and placed:
             slots.filled(expert, prefetched=True)
@@ -85,9 +87,9 @@ def test_the_layer_just_passed_is_the_farthest() -> None:
         use(slots, 0, 0, 1)
         use(slots, 1, 4, 5)
     use(slots, 0, 0, 1)
-    assert slots.layer_of[bring(slots, 6)].tolist() == [0], "layer 1 is next"
+    assert slots.table.layer_of[bring(slots, 6)].tolist() == [0], "layer 1 is next"
     use(slots, 1, 5, 6)
-    assert slots.layer_of[bring(slots, 2)].tolist() == [1], "layer 0 is next"
+    assert slots.table.layer_of[bring(slots, 2)].tolist() == [1], "layer 0 is next"
 
 
 def test_what_is_used_often_outlives_what_was_used_last() -> None:
@@ -169,3 +171,34 @@ def test_what_was_prefetched_in_vain_is_counted() -> None:
 def test_no_slot_at_all_is_said() -> None:
     with pytest.raises(ValueError, match="0 slots"):
         Slots(0, [3])
+
+
+@pytest.mark.skipif(not compiled.available(), reason="Numba is not installed")
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 15), st.integers(0, 3), st.lists(st.tuples(operation, st.floats(0, 20)), max_size=80))
+def test_compiled_rules_are_the_same(capacity: int, floor: int, operations: list[tuple[tuple[str, int], float]]) -> None:
+    from forefetch.kernels.compiled import slots as rules
+
+    ours, theirs = Slots(capacity, [5, 4, 6], floor), Slots(capacity, [5, 4, 6], floor)
+    table = theirs.table
+    for (what, expert), unless in operations:
+        placed = ours.slot_of[expert] != NOWHERE
+        layer, either = int(ours.table.layer_of[expert]), (ours, theirs)
+        if what == "use":
+            ours.used(layer, np.array([expert]), np.array([unless / 20]))
+            rules.used(table, layer, np.array([expert]), np.array([unless / 20]))
+            assert ours.calls_until(layer, unless / 20) == rules.calls_until(table, layer, unless / 20)
+        elif what in ("place", "need") and not placed:
+            assert ours.place(expert, unless, what == "need") == rules.place(table, expert, unless, what == "need")
+        elif what == "fill" and placed:
+            [one.filled(expert, prefetched=True) for one in either]
+        elif what == "fail" and placed and not ours.table.pins[ours.slot_of[expert]]:
+            ours.drop(expert)
+            rules.drop(table, expert)
+        elif what in ("pin", "unpin") and placed:
+            [one.pin([expert]) for one in either]
+        elif what == "predict":
+            for one in either:
+                one.predicted[expert] ^= True
+        for mine, other in zip(ours.table, table, strict=True):
+            assert np.array_equal(mine, other)

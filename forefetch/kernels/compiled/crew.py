@@ -22,9 +22,9 @@ from forefetch.kernels.compiled.atomics import add, get, give_way, hear, put, re
 from forefetch.kernels.compiled.simd import address_of, clock_ns
 from forefetch.kernels.compiled.toolchain import SPLIT_NS, compiled
 
-TICKET, DONE, HELPERS, KIND, ARGUMENTS, STEP, FIRST_HELPER = 0, 8, 16, 17, 18, 32, 48
-"""Words: the job's number and what is left of it in one, items done, C, the job's kind, what it needs, and what all jobs of a
-layer need; then 8 for each helper."""
+TICKET, NEVER, DONE, HELPERS, KIND, ARGUMENTS, STEP, FIRST_HELPER = 0, 1, 8, 16, 17, 18, 32, 48
+"""Words: the job's number and what is left of it in one, a word that is always 0, items done, C, the job's kind, what it needs,
+and what all jobs of a layer need; then 8 for each helper."""
 ASLEEP, PIPE = 0, 1  # of a helper: whether it sleeps; where one writes to wake it, then where it reads
 LEFT = np.int64(0xFFFFFFFF)  # the part of a ticket that counts items
 SPIN_NS = 100_000
@@ -97,15 +97,15 @@ def join(board, items):
 
 
 @compiled()
-def rest(board, helper):
-    """Waits for a job: spins, then sleeps. False: the crew is dismissed."""
+def rest(board, helper, more):
+    """Waits for a job, or until the word at `more` is not 0: spins, then sleeps. False: the crew is dismissed."""
     at, mine = address_of(board), address_of(board) + 8 * (FIRST_HELPER + 8 * helper)
     until = clock_ns() + SPIN_NS
     while clock_ns() < until:
-        if get(at + 8 * TICKET) & LEFT:
+        if get(at + 8 * TICKET) & LEFT or get(more):
             return True
     put(mine + 8 * ASLEEP, 1)
-    if get(at + 8 * TICKET) & LEFT and swap(mine + 8 * ASLEEP, 0):
+    if (get(at + 8 * TICKET) & LEFT or get(more)) and swap(mine + 8 * ASLEEP, 0):
         return True  # posted after the last look, and nobody has rung
     heard = hear(board[FIRST_HELPER + 8 * helper + PIPE + 1])
     put(mine + 8 * ASLEEP, 0)
@@ -122,7 +122,7 @@ class Crew:
             at = FIRST_HELPER + 8 * number
             self.board[at + PIPE : at + PIPE + 2] = writes, reads
             threading.Thread(target=_serve, args=(assist, self.board, number, reads), name="crew", daemon=True).start()
-        self.board[HELPERS] = helpers
+        self.board[HELPERS] = self.helpers = helpers
         self.dismiss = weakref.finalize(self, _dismiss, [writes for _, writes in pipes])
 
 

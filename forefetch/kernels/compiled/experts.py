@@ -73,11 +73,11 @@ def combine(result, place, first, weight, out):
 
 
 @compiled()
-def sort_pairs(ids, number, rows, place, first, slots):
+def sort_pairs(ids, number, rows, place, first, numbers):
     """ids [N, K] of experts -> pairs in ascending order of experts, within one in row order. Returns the experts with pairs, G.
 
-    number [E]: an expert's slot. Fills rows [P], place [P] (row after row: where a pair has come to lie), first [E + 1] (of
-    each of the G: where its pairs begin; then P) and slots [E] (of the G).
+    number [E]: an expert's number. Fills rows [P], place [P] (row after row: where a pair has come to lie), first [E + 1] (of
+    each of the G: where its pairs begin; then P) and numbers [E] (of the G).
     """
     columns, counts = ids.shape[1], np.zeros(len(number), np.int64)
     for one in ids.ravel():
@@ -87,7 +87,7 @@ def sort_pairs(ids, number, rows, place, first, slots):
         size = counts[one]
         counts[one] = begun  # from here on: where its next pair goes
         if size:
-            first[found], slots[found] = begun, number[one]
+            first[found], numbers[found] = begun, number[one]
             found += 1
             begun += size
     first[found] = begun

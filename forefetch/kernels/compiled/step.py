@@ -1,4 +1,4 @@
-"""A whole decode step in one call: all layers with experts that are in this process, each in its slot, then norm and head."""
+"""A whole decode step in one call: all layers with experts that are in this process, then norm and head."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
-from forefetch.kernels.compiled.crew import KIND, finish, join, post, rest, shared, take
+from forefetch.kernels.compiled.ahead import SECOND, learn, name
+from forefetch.kernels.compiled.copier import help_copying, waiting
+from forefetch.kernels.compiled.crew import KIND, NEVER, finish, join, post, rest, shared, take
 from forefetch.kernels.compiled.experts import combine, expert, sort_pairs
 from forefetch.kernels.compiled.layer import GATE, NOTHING, SHARED, W2, W13, WIDTH, added, attended, gate, laid_out, one_of
 from forefetch.kernels.compiled.linear import PRODUCT, product, product_panel
 from forefetch.kernels.compiled.maths import exp, rms_norm, silu_times
-from forefetch.kernels.compiled.simd import clock_ns, floats_at
+from forefetch.kernels.compiled.simd import address_of, clock_ns, floats_at
 from forefetch.kernels.compiled.toolchain import compiled, takes_ns
+from forefetch.kernels.compiled.visit import STALL_NS, close_call, close_step, leave, next_wave, open_call
 
-TIMES = 6
-"""Per layer: began, attended, chosen, experts done, end, in nanoseconds of time.perf_counter_ns; distinct experts."""
+TIMES = 7
+"""Per layer: began, attended, chosen, experts done, end, in nanoseconds of time.perf_counter_ns; distinct experts; and when its
+experts had been named."""
 EXPERT = 3  # beside the kinds of jobs in `layer` and `linear`
 
 
@@ -34,25 +38,32 @@ class Experts(NamedTuple):
     pool: int  # address of slot 0
     strides: Any  # [2] int64: bytes between slots, from w13 to w2
     kind: int
-    number: Any  # [MoE layers, E] int64: slots
-    load: Any  # [slots] int64: pairs evaluated, counted up
+    number: Any  # [MoE layers, E] int64: an expert's number, which is its slot where each has one
+    load: Any  # [experts] int64: pairs evaluated, counted up
     rows: Any  # [P] int64, as all that follows but the last three
     place: Any
     first: Any  # [E + 1]
     begins: Any  # [T]: T * K
-    slots: Any  # [E]
+    groups: Any  # [E]: which of the call's experts run now, all or a wave of them
+    slots: Any  # [E]: theirs
     hidden: Any  # [P, 2I] float32
     active: Any  # [P, I]
     result: Any  # [P, H]
 
 
 @compiled()
-def layers(model, tables, rows, buffers, experts, mlp, load, times, board):
-    """Takes buffers.x [T, H] through all layers. tables [L, COLUMNS]; load [L, E] is counted up, times [L, TIMES] filled."""
+def layers(model, tables, rows, buffers, experts, mlp, load, times, moving, heads, naming, board):
+    """Takes buffers.x [T, H] through all layers. tables [L, COLUMNS]; load [L, E] is counted up, times [L, TIMES] filled.
+
+    Where experts move, `heads` name them ahead if `naming`.
+    """
     count, place = len(rows.slots), 0
     for layer in range(len(tables)):
         table, stamps = tables[layer], times[layer]
-        stamps[0] = clock_ns()
+        stamps[0] = stamps[6] = clock_ns()
+        if naming and heads.tables[layer, SECOND]:
+            name(model, heads, moving, experts, buffers, layer, place, count, board)
+            stamps[6] = clock_ns()
         attended(model, table, rows, buffers, board)
         stamps[1] = clock_ns()
         if table[GATE]:
@@ -60,7 +71,8 @@ def layers(model, tables, rows, buffers, experts, mlp, load, times, board):
             stamps[2] = clock_ns()
             for expert in buffers.ids[:count].ravel():
                 load[layer, expert] += 1
-            stamps[5] = routed(buffers, experts, place, count, board)
+            learn(heads, layer, stamps[2] - stamps[6])
+            stamps[5] = routed(buffers, experts, moving, layer, place, count, board)
             place += 1
         else:
             stamps[2], stamps[5] = stamps[1], 0
@@ -71,46 +83,69 @@ def layers(model, tables, rows, buffers, experts, mlp, load, times, board):
         for row in range(count):
             added(buffers.x[row], buffers.product[row], model.residual)
         stamps[4] = clock_ns()
+    if moving.any:
+        close_step(moving)
 
 
 @compiled()
-def routed(buffers, experts, place, count, board):
+def routed(buffers, experts, moving, layer, place, count, board):
     """buffers.product = the routed experts' rows; `place`: the layer among those with experts. Returns how many there were."""
-    ids, normed = buffers.ids[:count], buffers.normed[:count]
-    found = sort_pairs(ids, experts.number[place], experts.rows, experts.place, experts.first, experts.slots)
-    slots, first = experts.slots[:found], experts.first
+    ids, hidden = buffers.ids[:count], buffers.normed.shape[1]
+    found = sort_pairs(ids, experts.number[place], experts.rows, experts.place, experts.first, moving.needs)
+    needs, first, counts = moving.needs[:found], experts.first, moving.counts[layer]
     for group in range(found):
-        experts.load[slots[group]] += first[group + 1] - first[group]
-    bytes_each = experts.strides[1] // 2 * 3
-    if shared(board, takes_ns(bytes_each * found, 6 * ids.size * normed.shape[1] * experts.active.shape[1])):
-        post(board, EXPERT, found)
-        group = take(board)
-        while group >= 0:
-            one_expert(buffers, experts, group)
-            finish(board)
-            group = take(board)
-        join(board, found)
+        experts.load[needs[group]] += first[group + 1] - first[group]
+    if moving.any:
+        began, left = open_call(moving, needs, first, place, count, counts), found
+        while left:
+            wave = next_wave(moving, needs, experts.groups, experts.slots, board)
+            counts[STALL_NS] += clock_ns() - began
+            run(buffers, experts, wave, ids.size, board)
+            leave(moving, experts.slots[:wave])
+            began, left = clock_ns(), left - wave
+        close_call(moving, counts)
     else:
         for group in range(found):
-            one_expert(buffers, experts, group)
-    out = buffers.product[:count, : normed.shape[1]]
+            experts.groups[group], experts.slots[group] = group, needs[group]
+        run(buffers, experts, found, ids.size, board)
+    out = buffers.product[:count, :hidden]
     combine(experts.result, experts.place[: ids.size], experts.begins[:count], buffers.weights[:count].ravel(), out)
     return found
 
 
 @compiled()
-def one_expert(buffers, experts, group):
-    """The pairs of one of the experts that `sort_pairs` found."""
-    at, first = experts.pool + experts.slots[group] * experts.strides[0], experts.first
+def run(buffers, experts, items, pairs, board):
+    """The first `items` of experts.groups, which have about so many pairs."""
+    bytes_each, hidden = experts.strides[1] // 2 * 3, buffers.normed.shape[1]
+    if shared(board, takes_ns(bytes_each * items, 6 * pairs * hidden * experts.active.shape[1])):
+        post(board, EXPERT, items)
+        item = take(board)
+        while item >= 0:
+            one_expert(buffers, experts, item)
+            finish(board)
+            item = take(board)
+        join(board, items)
+    else:
+        for item in range(items):
+            one_expert(buffers, experts, item)
+
+
+@compiled()
+def one_expert(buffers, experts, item):
+    """The pairs of one of the experts that run."""
+    at, first, group = experts.pool + experts.slots[item] * experts.strides[0], experts.first, experts.groups[item]
     scratch = experts.hidden, experts.active, experts.result
     w13, w2, pairs = at, at + experts.strides[1], (first[group], first[group + 1])
     expert(buffers.normed, experts.rows, *pairs, w13, w2, experts.kind, *scratch, buffers.order)
 
 
 @compiled()
-def assist(board, number, model, buffers, experts):
-    """What a helper does until the crew is dismissed. experts: None where they are not in this process."""
-    while rest(board, number):
+def assist(board, number, model, buffers, experts, moving):
+    """What a helper does until the crew is dismissed. experts, moving: None where experts are not in this process."""
+    more = address_of(board) + 8 * NEVER
+    if moving is not None:
+        more = waiting(moving.jobs)
+    while rest(board, number, more):
         item = take(board)
         while item >= 0:
             kind = board[KIND]
@@ -124,6 +159,8 @@ def assist(board, number, model, buffers, experts):
                 one_of(model, table, rows, buffers, kind, item)
             finish(board)
             item = take(board)
+        if moving is not None:
+            help_copying(moving.jobs, moving.copies)
 
 
 @compiled()

@@ -1,0 +1,150 @@
+"""Names a layer's experts from the residual that enters it, and has those copied that are missing while its attention runs.
+
+A refining head (`router_service/lookahead/heads.py`) is one product, and with a correction a second, small one:
+
+    both = unit(x) second + offset                [T, E + C]    the layer's own gate; what the correction sees
+    logits = both[E part] + silu(both[C part]) up
+
+Letters: T rows, H hidden, E experts, C columns of the correction, M named experts of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from forefetch.kernels.compiled.copier import EACH_NS, offer, pending
+from forefetch.kernels.compiled.crew import wake
+from forefetch.kernels.compiled.layer import NOTHING
+from forefetch.kernels.compiled.linear import product
+from forefetch.kernels.compiled.maths import exp, rms_norm
+from forefetch.kernels.compiled.slots import NOWHERE, calls_until, place
+from forefetch.kernels.compiled.toolchain import compiled
+from forefetch.kernels.compiled.visit import NAMED
+
+SECOND, SECOND_KIND, UP, UP_KIND, OFFSET, WIDTH = range(6)
+"""Columns of Heads.tables: two packed matrices, the offset's address, C; a layer without a head has zeros."""
+COLUMNS = 6
+FLOOR, PREDICTED, SURE = 0.1, 0.5, 1.0 - 1e-9  # as router_service/forecast.py and expert_worker/prefetch.py have them
+MOST_ROWS = 64
+NEWEST = 0.25  # share of the newest attention in its mean time
+
+
+class Heads(NamedTuple):
+    """Refining heads of all layers, and room."""
+
+    tables: Any  # [L, COLUMNS] int64
+    scale: Any  # [L] float32: what makes probabilities of leads, as shift
+    shift: Any
+    pace: Any  # [L] float64: ns of the layer's attention lately, 0: not known
+    named: int  # M
+    ones: Any  # [H] float32
+    normed: Any  # [T, H]
+    both: Any  # [T, E + C], whole panels
+    seen: Any  # [T * C]
+    logits: Any  # [T, E], whole panels
+    missed: Any  # [E] float64: the chance that no row chooses it
+    best: Any  # [M] int64
+    taken: Any  # [E] bool
+
+
+@compiled()
+def name(model, heads, moving, experts, buffers, layer, place_of_layer, count, board):
+    """Names what `layer` will probably choose for the `count` rows in buffers.x, and has it copied."""
+    rows = min(count, MOST_ROWS)
+    rank(model, heads, buffers, layer, rows, board)
+    heads.missed[:] = 1.0
+    for row in range(rows):
+        add_row(heads, heads.logits[row, : model.experts], model.top_k, heads.scale[layer], heads.shift[layer])
+    found = sort_likely(heads.missed, moving.named)
+    moving.counts[layer, NAMED] = found
+    table, number = moving.table, experts.number[place_of_layer]
+    for i in range(found):
+        expert = number[moving.named[i]]
+        moving.hinted[expert] = True
+        table.predicted[expert] = 1.0 - heads.missed[moving.named[i]] >= PREDICTED
+    wish(heads, moving, number, layer, place_of_layer, found, board)
+
+
+@compiled()
+def rank(model, heads, buffers, layer, rows, board):
+    """heads.logits of the layer's gate, estimated."""
+    table, experts = heads.tables[layer], model.experts
+    for row in range(rows):
+        rms_norm(buffers.x[row], heads.ones, model.eps, heads.normed[row])
+    normed, width, order = heads.normed[:rows], table[WIDTH], buffers.order
+    product(normed, table[SECOND], table[SECOND_KIND], heads.both, order, experts + width, table[OFFSET], board)
+    if not width:
+        heads.logits[:rows, :experts] = heads.both[:rows, :experts]
+        return
+    seen = heads.seen[: rows * width].reshape(rows, width)
+    for row in range(rows):
+        for i in range(width):
+            value = heads.both[row, experts + i]
+            seen[row, i] = value / (np.float32(1) + exp(-value))
+    product(seen, table[UP], table[UP_KIND], heads.logits, order, experts, NOTHING, board)
+    for row in range(rows):
+        for i in range(experts):
+            heads.logits[row, i] += heads.both[row, i]
+
+
+@compiled()
+def add_row(heads, logits, top_k, scale, shift):
+    """One row's best experts, each with a probability by its lead over the row's threshold, join in heads.missed."""
+    best, taken = heads.best, heads.taken
+    taken[:] = False
+    for m in range(len(best)):
+        leader = -1
+        for expert in range(len(logits)):
+            if not taken[expert] and (leader < 0 or logits[expert] > logits[leader]):
+                leader = expert
+        taken[leader], best[m] = True, leader
+    last = min(top_k, len(best) - 1)
+    edge = np.float32(0.5) * (logits[best[top_k - 1]] + logits[best[last]])
+    for m in range(len(best)):
+        chance = 1.0 / (1.0 + exp(-((logits[best[m]] - edge) * scale + shift)))
+        if chance > 0:  # NaN is not
+            heads.missed[best[m]] *= 1.0 - min(chance, SURE)
+
+
+@compiled()
+def sort_likely(missed, names):
+    """names = experts that some row chooses with FLOOR or more, likeliest first; how many there are."""
+    found = 0
+    for expert in range(len(missed)):
+        if 1.0 - missed[expert] >= FLOOR:
+            at = found
+            while at and missed[names[at - 1]] > missed[expert]:
+                names[at] = names[at - 1]
+                at -= 1
+            names[at] = expert
+            found += 1
+    return found
+
+
+@compiled()
+def wish(heads, moving, number, layer, place_of_layer, found, board):
+    """Has missing ones copied: as many as there is time for, none in place of what is needed sooner."""
+    table, jobs = moving.table, moving.jobs
+    each, posted = jobs.numbers[EACH_NS], 0
+    for i in range(found):
+        expert, chance = number[moving.named[i]], 1.0 - heads.missed[moving.named[i]]
+        if table.slot_of[expert] != NOWHERE:
+            continue
+        waiting = pending(jobs)
+        if (waiting + 1) * each > heads.pace[layer] or waiting == len(jobs.word):
+            break
+        slot = place(table, expert, calls_until(table, place_of_layer, chance), False)
+        if slot != NOWHERE:
+            offer(jobs, expert, slot)
+            posted += 1
+    if posted:
+        wake(board)
+
+
+@compiled()
+def learn(heads, layer, ns):
+    """The layer's attention took so long."""
+    before = heads.pace[layer]
+    heads.pace[layer] = before + NEWEST * (ns - before) if before else ns

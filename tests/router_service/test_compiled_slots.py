@@ -1,0 +1,186 @@
+"""Compiled steps with fewer slots than experts: the bits of all resident, whoever copies and however slowly; true counts."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference_model import CASES
+from torch import Tensor
+from trunk_rig import Rig
+
+from expert_worker import client as expert
+from expert_worker.client import ExpertConfig
+from forefetch.kernels import compiled
+from forefetch.telemetry.ring import HINT_COUNTS, VERIFIED
+from router_service.dispatch import Dispatch
+from router_service.hints import Hints
+from router_service.lookahead.estimate import Estimator
+from router_service.lookahead.heads import Lookahead
+from router_service.workers import Workers
+
+pytestmark = pytest.mark.skipif(not compiled.available(), reason="Numba is not installed")
+if compiled.available():
+    from forefetch.kernels.compiled import copier, step
+    from router_service.compiled import CompiledTrunk, Local
+
+PROMPTS = (3, 17, 8, 9, 23)
+TOKENS = 8
+OVER = threading.Event()
+
+
+class SlotRig(Rig):
+    """A Rig with a local worker whose slots are poisoned, and heads that are later layers' own gates."""
+
+    def __init__(self, folder: Path, slots: str, experts: str = "stored", hints: str = "plain") -> None:
+        super().__init__(folder)
+        config = ExpertConfig(model=str(folder), device="cpu", slots=slots, experts=experts)
+        self.workers = Workers(self.spec, ["local"], lambda _address: expert.local(config))
+        self.workers.wait_complete(60.0)
+        self.core = self.workers.rows[0].link.core  # type: ignore[union-attr]
+        self.residency = self.core.experts.residency
+        if self.residency is not None:
+            self.core.experts.pool.memory.fill_(255)
+        dispatch = Dispatch(self.workers, 5.0)
+        self.experts = dispatch
+        if hints != "off":
+            heads = Lookahead(self.trunk, Estimator(self.trunk, {}), {})
+            self.hints = Hints(heads, dispatch, setting=hints, trained=False)
+        whole = expert.whole_of(self.workers.rows[0].link)
+        assert whole is not None
+        self.whole = whole
+        self.compiled = CompiledTrunk(self.trunk, 8, self.workers, Local(self.workers.rows[0], whole), self.hints)
+        self.trunk = self.compiled  # type: ignore[assignment]
+        self.compiled.warm_up(observed=False)
+
+    def answers(self) -> list[Tensor]:
+        """Logits of all steps of several streams, the last of which comes later."""
+        prompt = CASES["qwen3"].prompt
+        for length in PROMPTS[:-1]:
+            self.add(prompt[:length], max_tokens=TOKENS)
+        found = []
+        for step in range(2 * TOKENS):
+            if step == TOKENS // 2:
+                self.add(prompt[: PROMPTS[-1]], max_tokens=TOKENS)
+            self.compiled._ahead.heads.pace[:] = 1e12  # so short a layer leaves no time for a copy
+            logits = self.step()
+            if logits is None:
+                break
+            found.append(logits.clone())
+            self.check()
+        return found
+
+    def check(self) -> None:
+        """Between two steps nothing is on its way or held, and the table is sound."""
+        if self.residency is None:
+            return
+        with self.residency.still():
+            jobs, table = self.compiled._moving.jobs, self.residency.slots.table  # type: ignore[union-attr]
+            assert not jobs.word.any()
+            assert copier.pending(jobs) == 0
+            assert not table.pins.any()
+            assert np.array_equal(table.ready, table.expert_in >= 0)
+            for number, slot in enumerate(table.slot_of):
+                assert slot < 0 or table.expert_in[slot] == number
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("qwen3")
+
+
+@pytest.fixture(scope="module")
+def resident(folder: Path) -> dict[str, list[Tensor]]:
+    return {kind: SlotRig(folder, "100%", kind, "off").answers() for kind in ("stored", "int8", "int4")}
+
+
+def _slow(board: np.ndarray, number: int, _model: Any, _buffers: Any, _experts: Any, moving: Any) -> None:
+    """A helper that only copies, and takes its time."""
+    draw, jobs = random.Random(number), moving.jobs
+    while not OVER.is_set():
+        for at in range(len(jobs.word)):
+            if jobs.word[at] == copier.QUEUED:
+                time.sleep(draw.random() * 0.0005)
+                if copier.begin(jobs, at):
+                    time.sleep(draw.random() * 0.002)
+                    copier.finish(jobs, moving.copies, at)
+        time.sleep(0.0001)
+
+
+def _never(*_: Any) -> None:
+    """A helper that never comes."""
+
+
+@pytest.fixture(params=["a helper", "a helper that never comes", "a slow helper"])
+def copying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Who copies what is named."""
+    monkeypatch.setattr("router_service.compiled.helpers", lambda _spare: 1)
+    if request.param != "a helper":
+        monkeypatch.setattr(step, "assist", _never if "never" in request.param else _slow)
+    OVER.clear()
+    yield str(request.param)
+    OVER.set()
+
+
+@pytest.mark.parametrize("kind", ["stored", "int8", "int4"])
+def test_slots_and_copies_change_no_bit(kind: str, copying: str, folder: Path, resident: dict[str, list[Tensor]]) -> None:
+    for slots in ("8", "25%", "50%", "90%"):
+        rig = SlotRig(folder, slots, kind)
+        found = rig.answers()
+        assert len(found) == len(resident[kind])
+        for one, other in zip(found, resident[kind], strict=True):
+            assert torch.equal(one, other), slots
+        assert rig.core.verified.copied_bytes == rig.core.experts.copied.bytes > 0
+
+
+def test_counts_are_true(copying: str, folder: Path) -> None:
+    rig = SlotRig(folder, "50%")
+    rig.answers()
+    totals = dict(zip(HINT_COUNTS, rig.ring.layer_totals().sum(axis=0).tolist(), strict=False))
+    verified = rig.core.verified
+    hits, late, misses, there = verified[:4]
+    assert min(hits, misses, there) > 0, "the first layer is never named, later ones are not always named rightly"
+    assert hits + late == totals["found"], "what was named and chosen was there or was not"
+    assert totals["refined_named"] == totals["named"] >= totals["found"]
+    assert totals["next_named"] > 0 or totals["chosen"] > 0
+    if "never" in copying:
+        assert late > 0, "the step copied what nobody had begun"
+    record = rig.ring.read(rig.steps - 1)
+    assert record is not None
+    counts = dict(zip(VERIFIED, record.verified[:, 0].sum(axis=0).tolist(), strict=True))
+    assert counts["hits"] + counts["late"] + counts["misses"] + counts["resident"] == 2 * len(rig.spec.moe_layers)
+    assert counts["copied_bytes"] % rig.core.experts.host.stride == 0
+    assert rig.workers.rows[0].copies
+
+
+def test_without_hints_nothing_is_named_and_auto_tries_both(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, resident: dict[str, list[Tensor]]
+) -> None:
+    monkeypatch.setattr("router_service.compiled.helpers", lambda _spare: 1)
+    rig = SlotRig(folder, "50%", hints="off")
+    assert all(torch.equal(one, other) for one, other in zip(rig.answers(), resident["stored"], strict=True))
+    assert rig.core.verified[:2] == (0, 0)
+    rig = SlotRig(folder, "50%", hints="auto")
+    assert rig.hints is not None
+    ways = set()
+    for _ in range(3):
+        rig.answers()
+        ways.add(rig.hints.mode)
+    assert rig.core.verified.hits > 0
+    assert ways <= {"off", "plain"}
+
+
+def test_on_one_core_nothing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch, resident: dict[str, list[Tensor]]) -> None:
+    monkeypatch.setattr("router_service.compiled.helpers", lambda _spare: 0)
+    rig = SlotRig(folder, "50%")
+    assert all(torch.equal(one, other) for one, other in zip(rig.answers(), resident["stored"], strict=True))
+    record = rig.ring.read(rig.steps - 1)
+    assert record is not None
+    assert not record.hints.any()
