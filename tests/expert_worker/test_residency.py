@@ -113,7 +113,7 @@ def test_what_a_hint_brought_in_time_is_a_hit(few: Experts, spec: ModelSpec) -> 
     assert verified.copied_bytes > 0
     assert not out.isnan().any()
     _, verified = forward(few, call_of(spec, 2, layer, [2, 5]))
-    assert verified == (0, 0, 0, 2, 0, 0, 0), "there without a hint's help"
+    assert verified == (0, 0, 0, 2, 0, 0, 0, 0), "there without a hint's help"
 
 
 def test_what_no_hint_named_is_a_miss(few: Experts, spec: ModelSpec) -> None:
