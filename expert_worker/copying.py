@@ -50,12 +50,15 @@ class Lane:
         self.start: StartCopy = self._start if self._stream is None else self._launch
 
     def _start(self, slot: int, number: int) -> Wait:
+        self._bring(slot, number)
+        self._verify(slot, number)
+        return _nothing
+
+    def _bring(self, slot: int, number: int) -> None:
         if self.copies is not None:
             self._fill(self.copies, self._host.place_of(number), slot)
         else:
             self._pool.fill(slot, self._host.blob(number), self._host.format)
-        self._verify(slot, number)
-        return _nothing
 
     def _launch(self, slot: int, number: int) -> Wait:
         assert self._stream is not None

@@ -236,13 +236,13 @@ def test_bytes_copied_in_vain_are_told_once(few: Experts, spec: ModelSpec) -> No
 def test_the_debug_switch_sees_a_slot_that_differs(folder: Path, spec: ModelSpec) -> None:
     few = experts_of(folder, 8, check_copies=True)
     forward(few, call_of(spec, 1, spec.moe_layers[0], [1, 2]))
-    real = few.pool.fill
+    real = few.lane._bring
 
-    def corrupt(slot: int, blob: Tensor, format: ExpertFormat) -> None:
-        real(slot, blob, format)
+    def corrupt(slot: int, number: int) -> None:
+        real(slot, number)
         few.pool.memory[slot, 5] ^= 1
 
-    few.pool.fill = corrupt  # type: ignore[method-assign]
+    few.lane._bring = corrupt  # type: ignore[method-assign]
     with pytest.raises(CopyFailed):
         forward(few, call_of(spec, 2, spec.moe_layers[0], [3]))
     assert few.resident(spec.moe_layers[0]) == [1, 2]
