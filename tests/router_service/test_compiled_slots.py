@@ -56,7 +56,7 @@ class SlotRig(Rig):
         whole = expert.whole_of(self.workers.rows[0].link)
         assert whole is not None
         self.whole = whole
-        self.compiled = CompiledTrunk(self.trunk, 8, self.workers, Local(self.workers.rows[0], whole), self.hints)
+        self.compiled = CompiledTrunk(self.trunk, 8, self.workers, Local(self.workers.rows[0], whole), hints=self.hints)
         self.trunk = self.compiled  # type: ignore[assignment]
         self.compiled.warm_up(observed=False)
 
