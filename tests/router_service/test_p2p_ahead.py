@@ -103,6 +103,7 @@ class LanesRig(SealedEngine):
 
     def __init__(self, lives: Iterator[tuple[int, bool]], format: KvFormat = FORMAT) -> None:
         super().__init__(format, torch.device("cpu"), ahead=True)
+        self.buffers.chunk_rows = ()  # as over every lane with sealed pages (build.buffers)
         trunk, spec = self.model.trunk, self.model.trunk.spec
         self.shape = LaneShape(LANES, spec.hidden_size, spec.top_k, len(spec.moe_layers), 4)
         self.lanes = HostLanes(partial(choose, top_k=spec.top_k, rule=spec.gate_rule, renormalise=spec.renormalise), PATIENCE_S)
