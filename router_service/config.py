@@ -61,7 +61,8 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
     p2p_halves_from: int = setting(
         16,
         """link p2p: decode steps of at least so many rows, padding included, cross in two halves that take turns: one's
-        attention runs while the workers evaluate the other's experts, whose weights are then read twice. 0: never.""",
+        attention runs while the workers evaluate the other's experts, whose weights are then read twice. 0: never, as with
+        a local worker beside others: the router's device evaluates its own share meanwhile.""",
     )
     halves_from: int = setting(
         0,

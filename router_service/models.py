@@ -20,7 +20,7 @@ from router_service.p2p import Attached, LaneTrunk, Opener
 from router_service.p2p_decoder import LaneExperts, step_shape
 from router_service.trunk import Model, Trunk
 from router_service.turns import TurnTrunk
-from router_service.workers import Workers
+from router_service.workers import LOCAL, Workers
 
 log = logging.getLogger("forefetch.router")
 
@@ -75,7 +75,8 @@ def captured(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: Route
 def laned(trunk: Trunk, buffers: LayoutBuffers, workers: Workers, config: RouterConfig) -> Model:
     """The trunk, its steps recorded over p2p lanes to all workers."""
     spec, device, dtype = trunk.spec, trunk.embedding.device, trunk.dtype
-    shapes = {layout: step_shape(layout, config.p2p_halves_from) for layout in buffers.layouts()}
+    alone = all(worker.address != LOCAL for worker in workers.rows)  # else there is nothing to do while others evaluate a half
+    shapes = {layout: step_shape(layout, config.p2p_halves_from if alone else 0) for layout in buffers.layouts()}
     rows = max(step.rows for step in shapes.values())
     shape = LaneShape(rows, spec.hidden_size, spec.top_k, len(spec.moe_layers), dtype.itemsize)
     links = [worker.link for worker in workers.rows]
