@@ -176,8 +176,8 @@ def test_experts_on_a_gpu_are_within_a_third_of_what_was_measured(rows: int, mea
 
 
 def captured() -> dict[tuple[str, int], float]:
-    """(KV format, batch) -> measured median milliseconds of a step: int4 experts, 4,096 tokens of context, one H200; the newest,
-    of `decode` or of what `p2p` compares itself with."""
+    """(KV format, batch) -> measured median milliseconds of a step: int4 experts, 4,096 tokens of context, one H200; the
+    newest, of `decode` or of what `p2p` compares itself with."""
     sizes = r"synthetic:qwen3-30b-a3b int4 experts, (\w+) KV, "
     shape = re.compile(f"{sizes}(?:batch (\\d+), context 4096|context 4096, batch (\\d+), one GPU, running ahead)")
     with (ROOT / "benchmarks" / "results.csv").open() as file:
