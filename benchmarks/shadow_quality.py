@@ -87,12 +87,9 @@ def main() -> None:
                 f"shadowed {shadowed:.1%}",
                 flush=True,
             )
-            values = (
-                ("perplexity change", 100 * cell.change),
-                ("greedy agreement", 100 * cell.agreement),
-                ("shadowed", 100 * shadowed),
-            )
-            rows += [Row("shadow_quality", f"{args.model.name}, {name}", metric, value, "%") for metric, value in values]
+            values = {"perplexity change": cell.change, "greedy agreement": cell.agreement, "shadowed": shadowed}
+            case = f"{args.model.name}, {len(texts)} windows of {args.window}, {name}"
+            rows += [Row("shadow_quality", case, metric, 100 * value, "%") for metric, value in values.items()]
     if args.write:
         append(rows)
 
