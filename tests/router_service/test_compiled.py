@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from reference_model import CASES, Oracle
+from reference_model import CASES, Oracle, build
 from trunk_rig import Rig, close
 
 from expert_worker import client as expert
@@ -15,6 +17,8 @@ from expert_worker.client import ExpertConfig
 from forefetch.kernels import compiled
 
 pytestmark = pytest.mark.skipif(not compiled.available(), reason="Numba is not installed")
+if compiled.available():
+    from forefetch.kernels.compiled.crew import FIRST_HELPER, TAKEN
 
 
 class CompiledRig(Rig):
@@ -99,6 +103,28 @@ def test_a_whole_step_counts_what_links_would_have_counted(checkpoint: Callable[
     assert record is not None
     assert (record.layers[rig.spec.moe_layers[0]] > 0).all()
     assert record.calls[:, 0, 0].sum() == layers
+
+
+def test_helpers_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model so wide that products, experts, rows that enter and attention are all shared."""
+    sizes = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "moe_intermediate_size": 512, "num_hidden_layers": 2}
+    folder = build(replace(CASES["qwen3"], name="wide", config={**CASES["qwen3"].config, **sizes}), tmp_path)
+
+    def answer(rig: CompiledRig) -> list[torch.Tensor]:
+        for cut in range(8):
+            rig.add(CASES["qwen3"].prompt[cut:][:12], max_tokens=6)
+        return [logits.clone() for logits in iter(rig.step, None)]
+
+    monkeypatch.setattr("router_service.compiled.helpers", lambda spare: 0)
+    alone = answer(CompiledRig(folder, whole=True))
+    monkeypatch.setattr("router_service.compiled.helpers", lambda spare: 2)
+    rig = CompiledRig(folder, whole=True)
+    board, deadline = rig.trunk.board, time.monotonic() + 60  # type: ignore[attr-defined]
+    while min(board[FIRST_HELPER + TAKEN :: 8][:2]) == 0:  # on a busy machine they may come too late at first
+        assert time.monotonic() < deadline, "a helper never takes anything"
+        helped = answer(rig)
+        assert len(alone) == len(helped)
+        assert all(torch.equal(one, other) for one, other in zip(alone, helped, strict=True))
 
 
 def test_nan_reaches_the_logits_of_its_own_row_alone(checkpoint: Callable[[str], Path]) -> None:

@@ -25,7 +25,8 @@ from forefetch.kernels.compiled.toolchain import SPLIT_NS, compiled
 TICKET, NEVER, DONE, HELPERS, KIND, ARGUMENTS, STEP, FIRST_HELPER = 0, 1, 8, 16, 17, 18, 32, 48
 """Words: the job's number and what is left of it in one, a word that is always 0, items done, C, the job's kind, what it needs,
 and what all jobs of a layer need; then 8 for each helper."""
-ASLEEP, PIPE = 0, 1  # of a helper: whether it sleeps; where one writes to wake it, then where it reads
+ASLEEP, PIPE, TAKEN = 0, 1, 3
+"""Of a helper: whether it sleeps; where one writes to wake it, then where it reads; items that it has done."""
 LEFT = np.int64(0xFFFFFFFF)  # the part of a ticket that counts items
 SPIN_NS = 100_000
 """How long a helper looks for the next job before it sleeps: longer than a step does without helpers between two jobs."""

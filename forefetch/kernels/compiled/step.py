@@ -9,7 +9,7 @@ from numba import carray
 
 from forefetch.kernels.compiled.ahead import SECOND, learn, name
 from forefetch.kernels.compiled.copier import help_copying, waiting
-from forefetch.kernels.compiled.crew import KIND, NEVER, finish, join, post, rest, shared, take
+from forefetch.kernels.compiled.crew import FIRST_HELPER, KIND, NEVER, TAKEN, finish, join, post, rest, shared, take
 from forefetch.kernels.compiled.experts import combine, expert, sort_pairs
 from forefetch.kernels.compiled.layer import GATE, NOTHING, SHARED, W2, W13, WIDTH, added, attended, gate, laid_out, one_of
 from forefetch.kernels.compiled.linear import PRODUCT, product, product_panel
@@ -157,6 +157,7 @@ def assist(board, number, model, buffers, experts, moving):
             else:
                 table, rows = laid_out(board, model)
                 one_of(model, table, rows, buffers, kind, item)
+            board[FIRST_HELPER + 8 * number + TAKEN] += 1
             finish(board)
             item = take(board)
         if moving is not None:
