@@ -83,7 +83,7 @@ def prefill_sealed(q: Tensor, rows: Rows, kv: SealedKv, plan: ChunkPlan, format:
 
     out = torch.zeros_like(q)
     for chunk in _chunks(rows, plan, format):
-        span, pages = slice(chunk.first, chunk.first + chunk.end - chunk.start), chunk.pages[: chunk.after].long()
+        span, pages = slice(chunk.first, chunk.first + chunk.end - chunk.start), chunk.pages[: chunk.after].long().to(q.device)
         k, v = chunk.fresh
         out[span] = prefill_sealed_cpu(q[span], k, v, pages, kv, chunk.lane, chunk.start, format, scale, loaded=chunk.loaded)
     return out
