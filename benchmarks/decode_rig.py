@@ -151,7 +151,7 @@ class Rig:
         recorder = Recorder(ring, book, model="bench", registry=registry, exporter=exporter)
         recent = self.cache.format.recent if isinstance(self.cache, SealedCache) else 0
         limits = {"page_size": PAGE, "max_batch": lanes, "max_step_tokens": lanes + prompt_rows, "max_waiting": lanes}
-        scheduler = Scheduler(PagePool(self.pages), **limits, recent=recent)
+        scheduler = Scheduler(PagePool(self.pages), **limits, recent=recent, prompt_rows=prompt_rows)
 
         def deliver(events: list[Delivery]) -> None:
             if events:

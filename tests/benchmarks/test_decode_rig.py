@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from benchmarks.decode_rig import PAGE, Rig
+from forefetch.kernels.attention import sealed_chunks
+from router_service.captured import CapturedTrunk
 from tests.router_service.test_captured import PlainResident
 
 SIZES = "layers=2,hidden_size=64,moe_intermediate_size=32,experts=6,num_experts_per_tok=2,vocab_size=2048"
@@ -29,9 +31,14 @@ def test_every_step_delivers_tokens_and_is_timed(rig: Rig, kv: str, ahead: bool)
     assert all(value > 0 for value in (*found.gaps, *found.latency))
 
 
-def test_a_prompt_enters_while_others_decode(rig: Rig) -> None:
-    rig.put_cache("bfloat16", 16, 3)
+@pytest.mark.parametrize("kv", ["bfloat16", "e2m0"])
+def test_a_prompt_enters_in_recorded_steps_while_others_decode(rig: Rig, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealed_chunks, "PLANNED", True)
+    seen, fits = [], CapturedTrunk.fits
+    monkeypatch.setattr(CapturedTrunk, "fits", lambda self, *step: seen.append(fits(self, *step)) or seen[-1])
+    rig.put_cache(kv, 16, 3)
     gaps, first = rig.intrusion(2, 2 * PAGE, PAGE, 64)
+    assert all(seen)
     assert first > 0
     assert len(gaps) >= 2
 
