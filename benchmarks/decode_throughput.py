@@ -1,6 +1,6 @@
 """Decode tokens per second on this machine's CPU, against transformers' generate: same checkpoint, same threads, one run.
 
-    python -m benchmarks.decode_throughput [--quick] [--model DIR]
+    python -m benchmarks.decode_throughput [--quick] [--model DIR] [--halves]
 
 Both sides decode greedily from the same prompts, end-of-sequence ignored. transformers' figure is the difference of two
 calls (N and 1 new tokens), so that its prefill does not count; ours counts from the moment that every stream has its
@@ -90,14 +90,16 @@ def transformers_results(model: Path, batches: tuple[int, ...], new_tokens: int,
     return results
 
 
-def cluster_results(model: Path, batches: tuple[int, ...], new_tokens: int, *, link: str, workers: int) -> dict[int, Result]:
+def cluster_results(
+    model: Path, batches: tuple[int, ...], new_tokens: int, *, link: str, workers: int, halves_from: int = 0
+) -> dict[int, Result]:
     """A real cluster: processes, gRPC, one stream per prompt."""
-    from forefetch.cluster import Cluster, ClusterConfig
+    from forefetch.cluster import Cluster, ClusterConfig, Extra
     from forefetch.spec import ModelSpec
 
     vocab = ModelSpec.load(model).vocab_size
     config = ClusterConfig(model=str(model), workers=workers, link=link, port=0, kv=False, device="cpu")
-    with Cluster.start(config) as cluster:
+    with Cluster.start(config, extra=Extra((f"--halves-from={halves_from}",))) as cluster:
         return asyncio.run(_drive(cluster.address, batches, new_tokens, vocab))
 
 
@@ -134,7 +136,18 @@ def equal_share(a: Result, b: Result) -> float:
     return sum(x == y for x, y in pairs) / len(pairs)
 
 
-def measure(model: Path, label: str, batches: tuple[int, ...], new_tokens: int) -> list[Row]:
+ARRANGEMENTS = (("local", "local", 1, 0), ("2 workers, shm", "shm", 2, 0), ("2 workers, grpc", "grpc", 2, 0))
+"""Name, link, workers, rows from which steps cross in halves."""
+HALVED = (("2 workers, shm, halves", "shm", 2, 8), ("2 workers, grpc, halves", "grpc", 2, 8))
+
+
+def measure(
+    model: Path,
+    label: str,
+    batches: tuple[int, ...],
+    new_tokens: int,
+    arrangements: tuple[tuple[str, str, int, int], ...] = ARRANGEMENTS,
+) -> list[Row]:
     """All arrangements on one checkpoint; prints as it goes."""
     threads = len(os.sched_getaffinity(0))
     baseline = transformers_results(model, batches, new_tokens, threads)
@@ -142,8 +155,8 @@ def measure(model: Path, label: str, batches: tuple[int, ...], new_tokens: int) 
     print(f"\n{label}, {threads} threads, {new_tokens} tokens per stream", flush=True)
     print(f"{'arrangement':24}" + "".join(f"{'batch ' + str(b):>14}" for b in batches))
     print(f"{'transformers':24}" + "".join(f"{baseline[b].tokens_per_s:>10.0f} t/s" for b in batches), flush=True)
-    for name, link, workers in (("local", "local", 1), ("2 workers, shm", "shm", 2), ("2 workers, grpc", "grpc", 2)):
-        ours = cluster_results(model, batches, new_tokens, link=link, workers=workers)
+    for name, link, workers, halves_from in arrangements:
+        ours = cluster_results(model, batches, new_tokens, link=link, workers=workers, halves_from=halves_from)
         cells = [f"{ours[b].tokens_per_s:>7.0f} {ours[b].tokens_per_s / baseline[b].tokens_per_s:>4.2f}x" for b in batches]
         shares = " ".join(f"{equal_share(ours[b], baseline[b]):.4f}" for b in batches)
         print(f"{name:24}" + "".join(f"{cell:>14}" for cell in cells) + f"   equal tokens {shares}", flush=True)
@@ -159,6 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer tokens; prints, but records nothing")
     parser.add_argument("--model", type=Path, help="a checkpoint of your own instead of the two that are measured by default")
+    parser.add_argument("--halves", action="store_true", help="steps that cross links in two halves too")
     args = parser.parse_args()
     new_tokens = 16 if args.quick else 64
     rows = []
@@ -168,7 +182,7 @@ def main() -> None:
         if not args.model and (reference / "model.safetensors").exists():
             models = {"reference": reference, **models}
         for label, model in models.items():
-            rows += measure(model, label, BATCHES, new_tokens)
+            rows += measure(model, label, BATCHES, new_tokens, ARRANGEMENTS + (HALVED if args.halves else ()))
     if not args.quick:
         append(rows)
 
