@@ -111,7 +111,7 @@ def twin(connect: Callable[[], Link]) -> Link:
 
 def local(config: ExpertConfig) -> Link:
     """A worker in this process: loads the shard. Raises ConfigError or UnsupportedModel."""
-    return LocalLink(load(config))
+    return LocalLink(load(config, local=True))
 
 
 def resident(

@@ -23,8 +23,11 @@ def compiled_copies(pool: Pool, host: Host) -> Copies | None:
         return None
     from forefetch.kernels.compiled import unpack
 
-    kinds = {"float16": unpack.HALF, "int8": unpack.INT8, "int4": unpack.INT4} if pool.dtype == torch.float32 else {}
-    kind = unpack.SAME if format == pool.format else kinds.get(format.kind)
+    kinds = {"float16": unpack.HALF, "int8": unpack.INT8, "int4": unpack.INT4}
+    if format == pool.format:
+        kind: int | None = unpack.SAME
+    else:
+        kind = kinds.get(format.kind) if pool.dtype == torch.float32 else None
     if kind is None:
         return None
     where = host.blobs.data_ptr(), host.stride, pool.memory.data_ptr(), pool.stride

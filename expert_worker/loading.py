@@ -26,16 +26,16 @@ OnProgress = Callable[[int, int], None]
 """(done, total)."""
 
 
-def load(config: ExpertConfig, on_progress: OnProgress = lambda done, total: None) -> Core:
-    """A worker as the settings say. Raises ConfigError or UnsupportedModel."""
-    return Loader(config).core(on_progress)
+def load(config: ExpertConfig, on_progress: OnProgress = lambda done, total: None, *, local: bool = False) -> Core:
+    """A worker as the settings say; `local`: in a router's process. Raises ConfigError or UnsupportedModel."""
+    return Loader(config, local=local).core(on_progress)
 
 
 class Loader:
     """Reads shards of one checkpoint as the settings say. Raises ConfigError or UnsupportedModel."""
 
-    def __init__(self, config: ExpertConfig) -> None:
-        self._config = config
+    def __init__(self, config: ExpertConfig, *, local: bool = False) -> None:
+        self._config, self._local = config, local
         self._spec, self._checkpoint = open_model(config.model, allow_synthetic=config.allow_synthetic)
         self._device, self._dtype = place(config.device, config.dtype, self._spec.dtype)
         self._shards = placement.shard_of(self._spec.num_experts, config.shards)
@@ -112,7 +112,7 @@ class Loader:
             packed = (spec, checkpoint, held[spec.moe_layers[0]], format)
             if storage.slots == sum(map(len, held.values())):
                 return PackedExperts(*packed, max_rows=config.max_rows, **how)
-            if config.miss in ("auto", "in-place", "shadow"):
+            if config.miss in ("in-place", "shadow") or (config.miss == "auto" and self._local):
                 moving = ShadowedInPlace if config.miss == "shadow" else InPlaceExperts
                 return moving(*packed, slots=storage.slots, cache=storage.cache, max_rows=config.max_rows, **how)
         if config.miss == "shadow" and storage.slots < sum(map(len, held.values())):

@@ -78,7 +78,7 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
     miss: str = setting(
         "auto",
         """How the local worker evaluates an expert that is in no slot, see the worker's --miss. With in-place on a GPU, which
-        auto is there, steps with fewer slots than experts are recorded as those with all are, and heads with them. shadow, an
+        auto is here, steps with fewer slots than experts are recorded as those with all are, and heads with them. shadow, an
         approximation that every answer names, must be set here for workers elsewhere, too.""",
         choices=("auto", "in-place", "wait", "cpu", "sooner", "shadow"),
     )

@@ -39,7 +39,7 @@ def test_64_greedy_tokens_equal_on_a_gpu(
         router.close()
 
 
-@pytest.mark.parametrize(("link", "miss"), [("local", "wait"), ("local", "auto"), ("grpc", "auto")])
+@pytest.mark.parametrize(("link", "miss"), [("local", "wait"), ("local", "auto"), ("grpc", "auto"), ("grpc", "in-place")])
 def test_half_of_the_experts_in_slots(link: str, miss: str, tmp_path: Path) -> None:
     """Moved by the host, or by the GPU itself, in a recorded step or between calls."""
     folder = build(WIDE, tmp_path)

@@ -157,16 +157,17 @@ def test_a_layer_at_work_keeps_its_experts() -> None:
 
 
 CHOICES = [
-    *((24, "in-place", "PackedExperts"), (12, "auto", "InPlaceExperts")),
-    *((12, "wait", "SlottedExperts"), (12, "shadow", "ShadowedInPlace")),
+    *((24, "in-place", True, "PackedExperts"), (12, "in-place", False, "InPlaceExperts")),
+    *((12, "auto", True, "InPlaceExperts"), (12, "auto", False, "SlottedExperts")),
+    *((12, "wait", True, "SlottedExperts"), (12, "shadow", True, "ShadowedInPlace")),
 ]
 
 
-@pytest.mark.parametrize(("slots", "miss", "kind"), CHOICES)
-def test_settings_choose_it_where_slots_are_fewer(slots: int, miss: str, kind: str) -> None:
-    """On a GPU; the loader's GPU half runs on a CPU just as well."""
+@pytest.mark.parametrize(("slots", "miss", "local", "kind"), CHOICES)
+def test_settings_choose_it_where_slots_are_fewer(slots: int, miss: str, local: bool, kind: str) -> None:
+    """On a GPU; the loader's GPU half runs on a CPU just as well. `local`: in a router's process."""
     model = {"model": f"synthetic:qwen3-30b-a3b,{SMALL}", "allow_synthetic": True, "device": "cpu", "experts": "int8"}
-    loader = Loader(ExpertConfig(**model, miss=miss))  # type: ignore[arg-type]
+    loader = Loader(ExpertConfig(**model, miss=miss), local=local)  # type: ignore[arg-type]
     how = {"device": DEVICE, "dtype": torch.float32, "on_progress": lambda done, total: None}
     experts = loader._on_gpu(loader.held(0), Storage(slots, max_rows=4, miss=miss), how)
     assert type(experts).__name__ == kind
