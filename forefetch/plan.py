@@ -71,10 +71,10 @@ HARDWARE = {
         "reference model, one process, about 80 tokens of context, weights counted as float32; links: what two workers on the "
         "same two cores added to a layer of a decode step there",
         memory_gib=24.0,
-        hbm_gbs=7.75,
-        pcie_gbs=7.75,
-        layer_us=20.0,
-        link_us={"local": 0.0, "shm": 1200.0, "grpc": 2800.0},
+        hbm_gbs=11.5,
+        pcie_gbs=11.5,
+        layer_us=10.0,
+        link_us={"local": 0.0, "shm": 1200.0, "grpc": 2200.0},
         dtype="float32",
     ),
 }
