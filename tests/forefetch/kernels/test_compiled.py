@@ -30,12 +30,14 @@ if compiled.available():
 
     @decorated()
     def panels(board, number):  # type: ignore[no-untyped-def]
-        while rest(board, number):
+        nothing = np.zeros(1, np.int64)  # no other work than jobs
+        while rest(board, number, address_of(nothing)):
             item = take(board)
             while item >= 0:
                 product_panel(board, item)
                 finish(board)
                 item = take(board)
+        nothing[0] = 0  # it lives until here
 
     @decorated()
     def count_one(board, item):  # type: ignore[no-untyped-def]
@@ -44,12 +46,14 @@ if compiled.available():
 
     @decorated()
     def counting(board, number):  # type: ignore[no-untyped-def]
-        while rest(board, number):
+        nothing = np.zeros(1, np.int64)  # no other work than jobs
+        while rest(board, number, address_of(nothing)):
             item = take(board)
             while item >= 0:
                 count_one(board, item)
                 finish(board)
                 item = take(board)
+        nothing[0] = 0
 
     @decorated()
     def count_all(board, cells, jobs):  # type: ignore[no-untyped-def]
