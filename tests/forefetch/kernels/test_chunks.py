@@ -26,7 +26,7 @@ def plan_of(chunks: list[tuple[int, int]], pool: Pool, device: str) -> ChunkPlan
     assert fill_blocks(blocks, cut)
     width = max(len(pages) for pages in pool.pages)
     tables = torch.tensor([[*pages, *[0] * (width - len(pages))] for pages in pool.pages], dtype=torch.int32)
-    return ChunkPlan(blocks.to(device), tables.to(device))
+    return ChunkPlan(blocks.to(device), tables.to(device), torch.empty(0, 5, dtype=torch.int32))  # which no kernel here reads
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
@@ -67,4 +67,4 @@ def test_wrong_types_are_refused() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         run(queries(5, 2, 24), plan)
     with pytest.raises(ValueError, match="int32"):
-        run(queries(5, 2, 16), ChunkPlan(plan.blocks.long(), plan.tables))
+        run(queries(5, 2, 16), ChunkPlan(plan.blocks.long(), plan.tables, plan.chunks))
