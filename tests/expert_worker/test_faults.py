@@ -27,6 +27,19 @@ from forefetch.v1 import expert_pb2, expert_pb2_grpc
 NOTICED_S = 3.0
 
 
+def stop(process: Process) -> None:
+    """SIGSTOP; returns when every thread has stopped. One that waits for a core would still answer a call."""
+    process.signal(signal.SIGSTOP)
+    limit = time.monotonic() + 10.0
+    while any(_state(thread) != "T" for thread in Path(f"/proc/{process.pid}/task").iterdir()):
+        assert time.monotonic() < limit
+        time.sleep(0.002)
+
+
+def _state(thread: Path) -> str:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 def collect_late(link: client.Link, timeout_s: float) -> tuple[float, str]:
     """(seconds until LinkDown, its text)."""
     began = time.monotonic()
@@ -50,7 +63,7 @@ def revive(process: Process) -> None:
 def test_a_worker_killed_during_a_call(kind: str, model: Model, mortal: Process) -> None:
     with closing(model.connect(mortal.address, kind)) as link:
         old = link.info.instance_id
-        mortal.signal(signal.SIGSTOP)  # so that the call is under way when it dies
+        stop(mortal)  # so that the call is under way when it dies
         link.submit(model.call())
         threading.Timer(0.3, mortal.signal, (signal.SIGKILL,)).start()
         took, reason = collect_late(link, 60.0)
@@ -73,7 +86,7 @@ def test_a_worker_killed_during_a_call(kind: str, model: Model, mortal: Process)
 @pytest.mark.parametrize("kind", WIRED)
 def test_a_worker_that_hangs_is_given_up_in_time(kind: str, model: Model, mortal: Process) -> None:
     with closing(model.connect(mortal.address, kind)) as link:
-        mortal.signal(signal.SIGSTOP)
+        stop(mortal)
         try:
             link.submit(model.call())
             took, reason = collect_late(link, 0.4)
@@ -134,7 +147,7 @@ def test_a_router_killed_leaves_nothing_behind(kind: str, model: Model, mortal: 
 @pytest.mark.parametrize("kind", WIRED)
 def test_closing_a_link_ends_a_collect_under_way(kind: str, model: Model, mortal: Process) -> None:
     link = model.connect(mortal.address, kind)
-    mortal.signal(signal.SIGSTOP)
+    stop(mortal)
     try:
         link.submit(model.call())
         threading.Timer(0.2, link.close).start()
