@@ -29,21 +29,59 @@ _GONE = "the worker's process ended or its connection broke"
 
 
 class Link(ABC):
-    """One worker as a router sees it. One call at a time; not for concurrent use."""
+    """One worker as a router sees it. Not for concurrent use."""
 
     kind: Literal["local", "shm", "grpc"]
 
     def __init__(self, address: str, info: WorkerInfo) -> None:
         self.address, self.info = address, info
-        self._call: LayerCall | None = None
-        self._since_ns = 0
-        self._down = ""  # why the link can no longer be used
 
+    @abstractmethod
     def submit(self, call: LayerCall) -> None:
         """Sends a call and does not wait for the worker (a local link computes here). x may lie on any device.
 
         Mismatch or BadRequest when x does not fit what was agreed on; nothing is outstanding then.
         """
+
+    @abstractmethod
+    def collect(self, timeout_s: float) -> LayerReply:
+        """The reply to the submitted call; its rows are valid until the next submit.
+
+        LinkDown when the worker died or did not answer in time: the link is of no more use then. Mismatch, BadRequest or
+        another ForefetchError when the worker refused the call: the link can be used further.
+        """
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool:
+        """False once the other side is known to be gone, also between calls. True proves nothing."""
+
+    @abstractmethod
+    def hint(self, hint: ExpertHint) -> None:
+        """Tells the worker what a later layer will probably need, at any time, from any thread. Never blocks, never raises; a
+        hint that cannot be delivered is dropped and counted in `hints_dropped`."""
+
+    @property
+    @abstractmethod
+    def hints_dropped(self) -> int:
+        """Hints that never left."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives up the link. A collect under way in another thread ends in LinkDown."""
+
+
+class SingleLink(Link):
+    """One way to a worker: one call at a time."""
+
+    def __init__(self, address: str, info: WorkerInfo) -> None:
+        super().__init__(address, info)
+        self._call: LayerCall | None = None
+        self._since_ns = 0
+        self._down = ""  # why the link can no longer be used
+
+    def submit(self, call: LayerCall) -> None:
+        """As Link.submit; RuntimeError while a call is outstanding."""
         if self._call is not None:
             raise RuntimeError("the previous call has not been collected")
         if call.x.dtype != self.info.dtype or call.x.shape[1:] != (self.info.hidden_size,):
@@ -54,11 +92,7 @@ class Link(ABC):
         self._call = call
 
     def collect(self, timeout_s: float) -> LayerReply:
-        """The reply to the submitted call; its rows are valid until the next submit.
-
-        LinkDown when the worker died or did not answer in time: the link is of no more use then. Mismatch, BadRequest or
-        another ForefetchError when the worker refused the call: the link can be used further.
-        """
+        """As Link.collect; RuntimeError when no call is outstanding."""
         if self._call is None:
             raise RuntimeError("no call was submitted")
         call, self._call = self._call, None
@@ -74,18 +108,8 @@ class Link(ABC):
 
     @property
     def alive(self) -> bool:
-        """False once the other side is known to be gone, also between calls. True proves nothing."""
+        """See Link."""
         return not self._down
-
-    @abstractmethod
-    def hint(self, hint: ExpertHint) -> None:
-        """Tells the worker what a later layer will probably need, at any time, from any thread. Never blocks, never raises; a
-        hint that cannot be delivered is dropped and counted in `hints_dropped`."""
-
-    @property
-    @abstractmethod
-    def hints_dropped(self) -> int:
-        """Hints that never left."""
 
     @abstractmethod
     def _send(self, call: LayerCall) -> None:
@@ -95,12 +119,8 @@ class Link(ABC):
     def _receive(self, call: LayerCall, timeout_s: float) -> LayerReply:
         """Waits for the answer to `call`."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Gives up the link. A collect under way in another thread ends in LinkDown."""
 
-
-class LocalLink(Link):
+class LocalLink(SingleLink):
     """A worker in this process. It computes during submit; on a GPU that only launches."""
 
     kind = "local"
@@ -138,7 +158,7 @@ class LocalLink(Link):
         """Nothing to give up."""
 
 
-class WiredLink(Link):
+class WiredLink(SingleLink):
     """What links to another process share: the channel, and the stream that hints take."""
 
     def __init__(self, address: str, info: WorkerInfo, channel: grpc.Channel) -> None:

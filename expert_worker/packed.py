@@ -80,16 +80,22 @@ class PackedExperts:
 
     def _hold(self, checkpoint: Checkpoint, on_progress: Callable[[int, int], None]) -> None:
         """Each expert, packed, into a slot of its own."""
+        self._pool, self._slot_of = self._packed(checkpoint, self.format, on_progress)
+
+    def _packed(
+        self, checkpoint: Checkpoint, format: ExpertFormat, on_progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> tuple[Tensor, Tensor]:
+        """Every expert in `format`: blobs uint8 [slots, bytes], and which is whose, int32 [L, E], -1 for those not held."""
         spec, held = self.spec, self.held
-        total = len(self.layers) * len(held)
-        self._pool = torch.empty(total, self.expert_bytes, dtype=torch.uint8, device=self._device)
+        total, size = len(self.layers) * len(held), blob_bytes(spec.hidden_size, spec.expert_width, format)
+        blobs = torch.empty(total, size, dtype=torch.uint8, device=self._device)
         slot_of = torch.full((len(self.layers), spec.num_experts), -1, dtype=torch.int32)
         slot_of[:, list(held)] = torch.arange(total, dtype=torch.int32).view(len(self.layers), -1)
-        self._slot_of = slot_of.to(self._device)
         for number in range(total):
             layer, expert = spec.moe_layers[number // len(held)], held[number % len(held)]
-            self._pool[number] = pack(*load_expert(checkpoint, spec, layer, expert, self._device), self.format)
+            blobs[number] = pack(*load_expert(checkpoint, spec, layer, expert, self._device), format)
             on_progress(number + 1, total)
+        return blobs, slot_of.to(self._device)
 
     @property
     def copied(self) -> Copied:

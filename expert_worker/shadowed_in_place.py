@@ -15,11 +15,10 @@ from torch import Tensor
 from expert_worker.in_place import InPlaceExperts
 from expert_worker.packed import packed_format
 from forefetch.kernels import residency
-from forefetch.kernels.grouped_mlp.formats import blob_bytes, pack
 from forefetch.kernels.grouped_mlp.moe import moe
 from forefetch.kernels.grouped_mlp.scratch import MoeScratch
 from forefetch.rounding import SHADOW
-from forefetch.weights import Checkpoint, load_expert
+from forefetch.weights import Checkpoint
 
 
 class ShadowedInPlace(InPlaceExperts):
@@ -41,16 +40,8 @@ class ShadowedInPlace(InPlaceExperts):
 
     def _hold(self, checkpoint: Checkpoint, on_progress: Callable[[int, int], None]) -> None:
         super()._hold(checkpoint, on_progress)
-        spec, held = self.spec, self.held
-        self._shadow_format = format = packed_format(spec, SHADOW, self._dtype, self._device)
-        total, size = len(self.layers) * len(held), blob_bytes(spec.hidden_size, spec.expert_width, format)
-        self._shadows = torch.empty(total, size, dtype=torch.uint8, device=self._device)
-        shadow_of = torch.full((len(self.layers), spec.num_experts), -1, dtype=torch.int32)
-        shadow_of[:, list(held)] = torch.arange(total, dtype=torch.int32).view(len(self.layers), -1)
-        self._shadow_of = shadow_of.to(self._device)
-        for number in range(total):
-            layer, expert = spec.moe_layers[number // len(held)], held[number % len(held)]
-            self._shadows[number] = pack(*load_expert(checkpoint, spec, layer, expert, self._device), format)
+        self._shadow_format = packed_format(self.spec, SHADOW, self._dtype, self._device)
+        self._shadows, self._shadow_of = self._packed(checkpoint, self._shadow_format)
 
     @property
     def weight_bytes(self) -> int:

@@ -52,9 +52,3 @@ class TwinLink(Link):
         """Gives up both."""
         for link in self._both:
             link.close()
-
-    def _send(self, call: LayerCall) -> None:
-        raise NotImplementedError("calls go to one of the two")
-
-    def _receive(self, call: LayerCall, timeout_s: float) -> LayerReply:
-        raise NotImplementedError("calls go to one of the two")

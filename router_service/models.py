@@ -58,10 +58,11 @@ def captured(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: Route
     themselves, or behind lanes. Where experts move, heads are recorded with the step, and hints are of no use."""
     if config.link == "p2p" and isinstance(buffers, LayoutBuffers):
         return laned(trunk, buffers, workers, config)
+    if not isinstance(buffers, LayoutBuffers):
+        return in_halves(trunk, config)
     experts = expert.resident_of(workers.rows[0].link) if len(workers.rows) == 1 else None
-    if experts is None or not isinstance(buffers, LayoutBuffers):
-        if isinstance(buffers, LayoutBuffers):
-            buffers.unrecorded()
+    if experts is None:
+        buffers.unrecorded()
         return in_halves(trunk, config)
     recorded = CapturedTrunk(trunk, experts, buffers)
     if hints is not None and experts.moves:

@@ -107,7 +107,7 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True)
-class _Step:
+class TrunkStep:
     """What the layers of one step share."""
 
     batch: StepBatch
@@ -200,12 +200,12 @@ class Trunk:
         front: Front | None = None,
     ) -> torch.Tensor:
         """Runs the step's rows through all layers -> float32 logits [S, V] of the rows that choose a token."""
-        step, x = self._step(batch, experts, stamps, observer, front), self.embedded(batch)
+        step, x = self.begun(batch, experts, stamps, observer, front), self.embedded(batch)
         for i, layer in enumerate(self.layers):
             x = self._layer(i, layer, x, step)
         started = perf_counter_ns()
         rows = batch.logit_rows if batch.picks is None else batch.logit_rows[batch.picks]
-        logits = self._logits(x[rows]) if front is None else front.logits(x)
+        logits = self.logits_of(x[rows]) if front is None else front.logits(x)
         stamps.head(perf_counter_ns() - started)
         return logits
 
@@ -214,8 +214,9 @@ class Trunk:
         x, multiplier = self.embedding[batch.token_ids], self.spec.embedding_multiplier
         return x if multiplier == 1.0 else x * multiplier
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        logits = head_logits(self._norm(x, self.final_norm), self.head).float()
+    def logits_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Residuals x [S, H] behind the last layer -> float32 logits [S, V]."""
+        logits = head_logits(self.normed(x, self.final_norm), self.head).float()
         return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor
 
     def confirm(self, step: int) -> None:
@@ -225,41 +226,41 @@ class Trunk:
         """See Model; `forward` has stamped all layers itself."""
         return ended_ns - forwarded_ns
 
-    def _step(
+    def begun(
         self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None, front: Front | None = None
-    ) -> _Step:
+    ) -> TrunkStep:
         """What the layers of a step share."""
         cos, sin = self.rope.tables(batch.positions, self.dtype)
         runs = front is None or observer is not None
         attention = self.cache.step(batch, self.dtype, self.spec.attention_scale) if runs else None
-        return _Step(batch, attention, cos, sin, experts, stamps, observer, front)
+        return TrunkStep(batch, attention, cos, sin, experts, stamps, observer, front)
 
-    def _layer(self, index: int, layer: Layer, x: torch.Tensor, step: _Step) -> torch.Tensor:
+    def _layer(self, index: int, layer: Layer, x: torch.Tensor, step: TrunkStep) -> torch.Tensor:
         """One decoder layer, x [T, H] -> [T, H], stamped."""
         t0 = perf_counter_ns()
         if step.front is None:
-            x = self._attended(index, x, step)
-            h = self._norm(x, layer.post_norm)
+            x = self.attended(index, x, step)
+            h = self.normed(x, layer.post_norm)
         else:
             x, h = step.front.attended(index, x)
         t1 = perf_counter_ns()
         if layer.gate is None:
             assert layer.dense is not None
-            x = self._residual(x, layer.dense(h))
+            x = self.residual(x, layer.dense(h))
             step.stamps.layer(index, t0, t1 - t0, 0, 0, perf_counter_ns() - t1)
             return x
-        ids, weights = self._choice(h, layer.gate) if step.front is None else step.front.chosen(index)
+        ids, weights = self.choice(h, layer.gate) if step.front is None else step.front.chosen(index)
         t2 = perf_counter_ns()
         step.experts.send(step.batch, index, h, ids, weights)
         t3 = perf_counter_ns()
         if step.observer is not None:
-            step.observer.chosen(index, x, ids, weights, lambda later, estimate: self._attended(later, estimate, step))
+            step.observer.chosen(index, x, ids, weights, lambda later, estimate: self.attended(later, estimate, step))
         t4 = perf_counter_ns()
-        out = self._shared(layer, h)
+        out = self.shared(layer, h)
         t5 = perf_counter_ns()
         busy = step.experts.add(out, index, step.stamps)
         t6 = perf_counter_ns()
-        x = self._residual(x, out)
+        x = self.residual(x, out)
         t7 = perf_counter_ns()
         # Heads and shared expert ran while the workers did; only what they took beyond them is time of their own.
         hidden = min(t4 - t3, max(0, busy - (t3 - t2)))
@@ -270,15 +271,16 @@ class Trunk:
             step.stamps.lookahead(index, heads + perf_counter_ns() - t7, hidden)
         return x
 
-    def _choice(self, h: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def choice(self, h: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normed rows h [T, H] -> the experts' ids and weights [T, K]."""
         return choose(linear(h, gate), self.spec.top_k, self.spec.gate_rule, self.spec.renormalise)
 
-    def _attended(self, index: int, x: torch.Tensor, step: _Step) -> torch.Tensor:
+    def attended(self, index: int, x: torch.Tensor, step: TrunkStep) -> torch.Tensor:
         """Residual x [T, H] before a layer -> behind its attention."""
         layer = self.layers[index]
-        return self._residual(x, self._attention(index, layer, self._norm(x, layer.input_norm), step))
+        return self.residual(x, self._attention(index, layer, self.normed(x, layer.input_norm), step))
 
-    def _attention(self, index: int, layer: Layer, h: torch.Tensor, step: _Step) -> torch.Tensor:
+    def _attention(self, index: int, layer: Layer, h: torch.Tensor, step: TrunkStep) -> torch.Tensor:
         """h [T, H] -> [T, H]."""
         spec = self.spec
         assert step.attention is not None
@@ -286,24 +288,26 @@ class Trunk:
             (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim), dim=-1
         )
         if spec.qk_norm == "full":
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+            q, k = self.normed(q, layer.q_norm), self.normed(k, layer.k_norm)
         if spec.clip_qkv is not None:
             q, k, v = (t.clamp(-spec.clip_qkv, spec.clip_qkv) for t in (q, k, v))
         q, k, v = (t.view(len(t), -1, spec.head_dim) for t in (q, k, v))  # [T, heads, D]
         if spec.qk_norm == "head":
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+            q, k = self.normed(q, layer.q_norm), self.normed(k, layer.k_norm)
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
         return project(step.attention(index, q, k, v).flatten(1), layer.o, layer.o_bias)
 
-    def _shared(self, layer: Layer, h: torch.Tensor) -> torch.Tensor:
+    def shared(self, layer: Layer, h: torch.Tensor) -> torch.Tensor:
         """The start of the layer's sum: the shared expert, or zeros."""
         if layer.shared is None or layer.shared_gate is None:
             return torch.zeros_like(h)
         return torch.sigmoid(linear(h, layer.shared_gate)) * layer.shared(h)
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    def normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """RMSNorm of x [..., H] by a layer's weight [H]."""
         return rms_norm(x, x.shape[-1:], weight, self.spec.rms_eps)
 
-    def _residual(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def residual(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """x with what a part of a layer adds, y [T, H]."""
         multiplier = self.spec.residual_multiplier
         return x + y if multiplier == 1.0 else torch.add(x, y, alpha=multiplier)

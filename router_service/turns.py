@@ -92,24 +92,24 @@ class Written:
 
     def __init__(self, trunk: Trunk, batch: StepBatch, experts: Experts, stamps: StepStamps) -> None:
         self._trunk, self._batch = trunk, batch
-        self._step = trunk._step(batch, experts, stamps, None)
+        self._step = trunk.begun(batch, experts, stamps, None)
         self._normed = torch.empty(0)
 
     def attended(self, index: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """See Front."""
-        x = self._trunk._attended(index, x, self._step)
-        self._normed = self._trunk._norm(x, self._trunk.layers[index].post_norm)
+        x = self._trunk.attended(index, x, self._step)
+        self._normed = self._trunk.normed(x, self._trunk.layers[index].post_norm)
         return x, self._normed
 
     def chosen(self, index: int) -> tuple[Tensor, Tensor]:
         """See Front."""
         gate = self._trunk.layers[index].gate
         assert gate is not None
-        return self._trunk._choice(self._normed, gate)
+        return self._trunk.choice(self._normed, gate)
 
     def logits(self, x: Tensor) -> Tensor:
         """See Front."""
-        return self._trunk._logits(x[self._batch.logit_rows])
+        return self._trunk.logits_of(x[self._batch.logit_rows])
 
 
 def halved(batch: StepBatch, observer: Observer | None, halves_from: int) -> bool:
@@ -152,14 +152,14 @@ def _enter(trunk: Trunk, index: int, layer: Layer, half: _Half, experts: Experts
     attended = perf_counter_ns()
     if layer.gate is None:
         assert layer.dense is not None
-        half.x = trunk._residual(half.x, layer.dense(h))
+        half.x = trunk.residual(half.x, layer.dense(h))
         stamps.layer(index, began, attended - began, 0, 0, perf_counter_ns() - attended)
         return
     ids, weights = half.front.chosen(index)
     chosen = perf_counter_ns()
     experts.send(half.batch, index, h, ids, weights)
     sent = perf_counter_ns()
-    half.out = trunk._shared(layer, h)
+    half.out = trunk.shared(layer, h)
     stamps.layer(index, began, attended - began, chosen - attended, sent - chosen, perf_counter_ns() - sent)
 
 
@@ -170,7 +170,7 @@ def _leave(trunk: Trunk, index: int, half: _Half, experts: Experts, stamps: _Sta
     began = perf_counter_ns()
     experts.add(half.out, index, cast(Any, stamps))
     back = perf_counter_ns()
-    half.x, half.out = trunk._residual(half.x, half.out), None
+    half.x, half.out = trunk.residual(half.x, half.out), None
     stamps.layer(index, began, 0, 0, back - began, perf_counter_ns() - back)
 
 

@@ -63,9 +63,9 @@ class Spy(client.Link):
     def hints_dropped(self) -> int:
         return self.inner.hints_dropped
 
-    def _send(self, call: LayerCall) -> None: ...
-
-    def _receive(self, call: LayerCall, timeout_s: float) -> LayerReply: ...  # type: ignore[empty-body]
+    @property
+    def alive(self) -> bool:
+        return self.inner.alive
 
     def close(self) -> None: ...
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not compiled.available(), reason="Numba is not i
 if compiled.available():
     import numba
 
-    from forefetch.kernels.compiled.crew import ARGUMENTS, Crew, finish, join, post, rest, take, wake
+    from forefetch.kernels.compiled.crew import ARGUMENTS, NEVER, Crew, finish, join, post, rest, take, wake
     from forefetch.kernels.compiled.experts import sort_pairs
     from forefetch.kernels.compiled.layer import choose
     from forefetch.kernels.compiled.linear import BFLOAT16, FLOAT32, Packed, matrix_times, padded, product, product_panel
@@ -28,32 +28,26 @@ if compiled.available():
     from forefetch.kernels.compiled.simd import address_of, longs_at
     from forefetch.kernels.compiled.toolchain import compiled as decorated
 
-    @decorated()
-    def panels(board, number):  # type: ignore[no-untyped-def]
-        nothing = np.zeros(1, np.int64)  # no other work than jobs
-        while rest(board, number, address_of(nothing)):
-            item = take(board)
-            while item >= 0:
-                product_panel(board, item)
-                finish(board)
+    def assisting(do):  # type: ignore[no-untyped-def]
+        """A helper that does `do` with every item."""
+
+        @decorated()
+        def assist(board, number):  # type: ignore[no-untyped-def]
+            while rest(board, number, address_of(board) + 8 * NEVER):
                 item = take(board)
-        nothing[0] = 0  # it lives until here
+                while item >= 0:
+                    do(board, item)
+                    finish(board)
+                    item = take(board)
+
+        return assist
 
     @decorated()
     def count_one(board, item):  # type: ignore[no-untyped-def]
         cells = numba.carray(longs_at(board[ARGUMENTS]), board[ARGUMENTS + 1])
         cells[item] += 1
 
-    @decorated()
-    def counting(board, number):  # type: ignore[no-untyped-def]
-        nothing = np.zeros(1, np.int64)  # no other work than jobs
-        while rest(board, number, address_of(nothing)):
-            item = take(board)
-            while item >= 0:
-                count_one(board, item)
-                finish(board)
-                item = take(board)
-        nothing[0] = 0
+    panels, counting = assisting(product_panel), assisting(count_one)
 
     @decorated()
     def count_all(board, cells, jobs):  # type: ignore[no-untyped-def]
