@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from forefetch.v1 import router_pb2
 
-_COLUMNS = (
-    *("chosen", "recall", "next", "second", "refined", "named"),
-    *("hit", "late", "miss", "resident", "wasted MB", "copied MB", "stall ms"),
-)
+_PREDICTED = ("chosen", "recall", "next", "second", "refined", "named")
+_FOUND = ("hit", "late", "miss", "resident", "wasted MB", "copied MB", "stall ms")
 
 
 def tables(stats: router_pb2.GetStatsResponse) -> Iterator[RenderableType]:
@@ -25,7 +24,7 @@ def tables(stats: router_pb2.GetStatsResponse) -> Iterator[RenderableType]:
     yield _line(hints)
     seen = [layer for layer in hints.layers if layer.chosen or layer.misses or layer.hits or layer.late]
     if seen:
-        yield _layers(seen)
+        yield _Layers(seen)
 
 
 def _line(hints: router_pb2.HintStats) -> Text:
@@ -37,19 +36,39 @@ def _line(hints: router_pb2.HintStats) -> Text:
     return Text.assemble(("lookahead ", "dim"), (f"{hints.setting}, {heads}  ", "bold"), state, counts)
 
 
-def _layers(layers: list[router_pb2.LayerHints]) -> Table:
-    """Distinct experts per step, summed over steps; shares are of those chosen."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("layer", *_COLUMNS):
-        table.add_column(heading, justify="right")
-    for layer in layers:
-        table.add_row(str(layer.layer), *_row(layer))
-    if len(layers) > 1:
-        table.add_row("all", *_row(_sum(layers)), style="bold")
-    return table
+@dataclass(frozen=True)
+class _Layers:
+    """A row for each layer. Distinct experts per step, summed over steps; shares are of those chosen. Where the line is too
+    short for all columns, what was predicted comes first and what workers found in a table below."""
+
+    layers: list[router_pb2.LayerHints]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        whole = self._table((*_PREDICTED, *_FOUND))
+        if console.measure(whole, options=options.update(width=1000)).maximum <= options.max_width:
+            yield whole
+            return
+        yield self._table(_PREDICTED)
+        yield ""
+        yield self._table(_FOUND)
+
+    def _table(self, columns: Sequence[str]) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for heading in ("layer", *columns):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for layer in self.layers:
+            table.add_row(str(layer.layer), *_row(layer, columns))
+        if len(self.layers) > 1:
+            table.add_row("all", *_row(_sum(self.layers), columns), style="bold")
+        return table
 
 
-def _row(layer: router_pb2.LayerHints) -> Iterator[str]:
+def _row(layer: router_pb2.LayerHints, columns: Sequence[str]) -> list[str]:
+    cells = dict(zip((*_PREDICTED, *_FOUND), _cells(layer), strict=True))
+    return [cells[column] for column in columns]
+
+
+def _cells(layer: router_pb2.LayerHints) -> Iterator[str]:
     yield f"{layer.chosen:,}"
     for count in (layer.all, layer.next, layer.second, layer.refined):
         yield f"{100 * count.found / layer.chosen:.1f} %" if count.named and layer.chosen else ""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
@@ -27,16 +29,15 @@ def terminal(trace: router_pb2.GetTraceResponse, console: Console, *, most_steps
 
     Of more than `most_steps` steps the first and the slowest are shown, of more than `most_layers` layers the slowest.
     """
-    width = console.width
     console.print(_head(trace))
     if not trace.steps:
         console.print("No step of it is recorded.")
         return
     console.print(_legend())
-    console.print(_steps(trace, width, most_steps))
+    console.print(_steps(trace, most_steps))
     for title, step in _remarkable(trace.steps):
-        console.print(_layers(trace, title, step, width, most_layers))
-    console.print(_summary(trace, width))
+        console.print(_layers(trace, title, step, most_layers))
+    console.print(_summary(trace))
 
 
 def html(trace: router_pb2.GetTraceResponse) -> str:
@@ -116,6 +117,32 @@ def bar(segments: Sequence[Segment], scale: float, cells: int, offset: float = 0
     return text
 
 
+@dataclass(frozen=True)
+class _Bar:
+    """`bar` in whatever width its column has left, so that a narrow terminal costs cells of bars and no figures."""
+
+    segments: Sequence[Segment]
+    scale: float
+    offset: float = 0.0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        drawn = bar(self.segments, self.scale, max(options.max_width - 1, 1), self.offset)  # and a cell for the eighths
+        drawn.truncate(options.max_width)
+        yield drawn
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(8, options.max_width), options.max_width)
+
+
+def _table(*headings: tuple[str, str]) -> Table:
+    """Columns (heading, side) of figures that are never cut, and one of bars that takes the rest of the line."""
+    table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
+    for heading, side in headings:
+        table.add_column(heading, justify="right" if side == "right" else "left", no_wrap=True)
+    table.add_column("", ratio=1)
+    return table
+
+
 def name(step: Step) -> str:
     """What the step did for the request."""
     token = f"token {step.token_index}" if step.HasField("token_index") else ""
@@ -146,15 +173,9 @@ def _legend() -> Text:
     return Text("   ").join(Text.assemble(("█ ", colour), label) for label, colour in colours().items())
 
 
-def _steps(trace: router_pb2.GetTraceResponse, width: int, most: int) -> Table:
+def _steps(trace: router_pb2.GetTraceResponse, most: int) -> Table:
     """A line for each step. Steps that computed prompt tokens have a scale of their own, so that tokens stay readable."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("step")
-    for heading in ("ms", *_NUMBERS):
-        table.add_column(heading.split()[0], justify="right")
-    table.add_column("")
-    names = max(len(name(step)) for step in trace.steps)
-    cells = max(width - names - 9 * (1 + len(_NUMBERS)) - 6, 16)
+    table = _table(("step", "left"), *((heading.split()[0], "right") for heading in ("ms", *_NUMBERS)))
     scales = {prompt: _slowest(trace.steps, prompt) for prompt in (True, False)}
     before = -1
     for index in _shown(trace.steps, most):
@@ -164,7 +185,7 @@ def _steps(trace: router_pb2.GetTraceResponse, width: int, most: int) -> Table:
         spent = dict(parts(step.timings))
         numbers = [Text(ms(spent[label]), colours()[label]) if spent[label] else Text("") for label in _NUMBERS]
         scale = scales[bool(step.prefill_tokens)]
-        table.add_row(name(step), ms(step.timings.total_ns), *numbers, bar(parts(step.timings), scale, cells))
+        table.add_row(name(step), ms(step.timings.total_ns), *numbers, _Bar(parts(step.timings), scale))
     if skipped := len(trace.steps) - before - 1:
         table.add_row(Text(f"… {skipped} faster", "dim"))
     return table
@@ -190,30 +211,25 @@ def _remarkable(steps: Sequence[Step]) -> Iterator[tuple[str, Step]]:
         yield "Slowest", ranked[-1]
 
 
-def _layers(trace: router_pb2.GetTraceResponse, title: str, step: Step, width: int, most: int) -> RenderableType:
+def _layers(trace: router_pb2.GetTraceResponse, title: str, step: Step, most: int) -> RenderableType:
     """A row for each layer and for each worker's part in it, from the layer's start."""
     heading = _section(f"{title}: {name(step)}, {ms(step.timings.total_ns)} ms")
     if not step.layers:
         return Group(heading, Text("recorded without layers", "dim"))
     total = {layer.layer: sum(ns for _, ns in _layer_parts(layer)) for layer in step.layers}
     chosen = sorted(total, key=lambda index: total[index], reverse=True)[:most]
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    headings = [("layer", "left"), ("at ms", "right"), ("ms", "right"), ("rows", "right"), ("", "left")]
     hinted = any(layer.named or any(call.copy_ns for call in layer.calls) for layer in step.layers)
-    if hinted:
-        headings.insert(4, ("experts", "right"))
-    for heading_text, side in headings:
-        table.add_column(heading_text, justify="right" if side == "right" else "left", no_wrap=True)
-    cells = max(width - 50 - 34 * hinted, 16)
+    headings = (("layer", "left"), ("at ms", "right"), ("ms", "right"), ("rows", "right"))
+    table = _table(*headings, *((("experts", "right"),) if hinted else ()))
     scale = max(total.values()) or 1
     for layer in step.layers:
         if layer.layer in chosen:
-            row = bar(_layer_parts(layer), scale, cells)
+            row = _Bar(_layer_parts(layer), scale)
             cell = [Text(f"{layer.found} of {layer.chosen} hinted" if layer.named else "")] if hinted else []
             table.add_row(f"layer {layer.layer}", ms(layer.start_ns), ms(total[layer.layer]), "", *cell, row)
             for call in layer.calls:
                 worker = trace.workers[call.worker] if call.worker < len(trace.workers) else f"worker {call.worker}"
-                drawn = bar(_call_parts(call, call.round_trip_ns), scale, cells, layer.attention_ns + layer.gate_ns)
+                drawn = _Bar(_call_parts(call, call.round_trip_ns), scale, layer.attention_ns + layer.gate_ns)
                 cell = [_verified(call)] if hinted else []
                 table.add_row(Text(f"  {worker}", "dim"), "", ms(call.round_trip_ns), str(call.rows), *cell, drawn)
     hidden = len(total) - len(chosen)
@@ -256,17 +272,15 @@ def _busy(call: router_pb2.WorkerCall) -> int:
     return call.queue_ns + call.copy_wait_ns + call.compute_ns
 
 
-def _summary(trace: router_pb2.GetTraceResponse, width: int) -> RenderableType:
+def _summary(trace: router_pb2.GetTraceResponse) -> RenderableType:
     """Share of time, mean, p50 and p99 of each part over the steps that computed only tokens (or all, if none did)."""
     steps = [step for step in trace.steps if not step.prefill_tokens] or list(trace.steps)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("part", "share", "mean ms", "p50 ms", "p99 ms", ""):
-        table.add_column(heading, justify="left" if heading in ("part", "") else "right")
+    table = _table(("part", "left"), *((heading, "right") for heading in ("share", "mean ms", "p50 ms", "p99 ms")))
     whole = sum(step.timings.total_ns for step in steps) or 1
     spent = [dict(parts(step.timings)) for step in steps]
     for label, colour in colours().items():
         values = [step[label] for step in spent]
-        drawn = bar([(label, sum(values))], whole, max(width - 60, 16))
+        drawn = _Bar([(label, sum(values))], whole)
         table.add_row(Text.assemble(("█ ", colour), label), *_statistics(values, whole), drawn)
     table.add_row("whole step", *_statistics([float(step.timings.total_ns) for step in steps], whole), style="bold")
     over = "tokens" if not steps[0].prefill_tokens else "steps"

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from scripted_router import ScriptedRouter, run
 
-from forefetch.cli import stats
+from forefetch.cli import load, stats
 from forefetch.errors import Unavailable
 from forefetch.v1 import router_pb2
 
@@ -150,6 +150,24 @@ def test_hints_are_shown_layer_by_layer_and_added_up() -> None:
     assert rows["1"][1:4] == ["800", "97.0", "%"]
     assert rows["0"][-1] == "2.5"
     assert rows["all"][1:4] == ["1,000", "90.0", "%"]
+
+
+def test_no_figure_is_cut_in_80_columns() -> None:
+    found = full_stats()
+    count = router_pb2.HintCount(named=1_000, found=776)
+    layers = [
+        router_pb2.LayerHints(layer=layer, chosen=80_000, all=count, next=count, second=count, refined=count, hits=123_456)
+        for layer in range(3)
+    ]
+    found.hints.CopyFrom(router_pb2.HintStats(setting="auto", mode="plain", trained=True, layers=layers))
+    found.expert_load.add(layer=0, pairs=range(64))
+    console = stats.Console(width=80)
+    with console.capture() as shown:
+        console.print(stats.render("a:1", found))
+        console.print(load.table(found))
+    assert "…" not in shown.get()
+    assert "240,000" in shown.get()
+    assert len(shown.get().splitlines()[-1].split()[-1]) > 30, "bars take the rest of the line"
 
 
 def test_a_router_that_just_started() -> None:

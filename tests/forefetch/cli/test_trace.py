@@ -89,9 +89,17 @@ def test_long_requests_keep_the_first_and_the_slowest_steps() -> None:
     assert text.count(f"{LAYERS - 2} faster layers are not shown") == 2
 
 
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_any_width(width: int) -> None:
-    assert "token 3" in shown(sample(tokens=4), width)
+@pytest.mark.parametrize("width", [80, 200])
+def test_no_figure_is_cut_and_bars_take_the_rest(width: int) -> None:
+    text = shown(sample(tokens=4), width)
+    assert "token 3" in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    assert "█" in text.partition("Median")[2].splitlines()[2]
+
+
+def test_a_terminal_that_is_far_too_narrow() -> None:
+    assert "token 3" in shown(sample(tokens=4), 40)
 
 
 def test_traces_with_little_in_them() -> None:
