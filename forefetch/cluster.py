@@ -6,16 +6,19 @@ with Cluster.start(ClusterConfig(model="models/reference", workers=2)) as cluste
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 from forefetch.cluster_config import ClusterConfig
-from forefetch.errors import Unavailable
+from forefetch.errors import ConfigError, Unavailable
 from forefetch.process import Process
 from forefetch.settings import child_environment
 
@@ -98,19 +101,26 @@ class Cluster:
 
     def _start(self) -> None:
         until = time.monotonic() + self.config.start_s
+        listen = self.config.listen or f"127.0.0.1:{self.config.port}"
+        _check_free("--listen" if self.config.listen else "--port", listen)
+        if self.config.metrics_port:
+            _check_free("--metrics-port", f"127.0.0.1:{self.config.metrics_port}")
         for shard, name in enumerate(self.worker_names):
             self._spawn(name, "expert_worker", self._worker_flags(shard), self._threads(len(self.worker_names)))
         if self.config.kv:
             where = [f"--dir={Path(self.config.kv_dir).resolve()}"] if self.config.kv_dir else []
             self._spawn("kv", "kv_service", [f"--otlp-endpoint={self.config.otlp_endpoint}", *where, *self._extra.kv], 1)
         self._wait_ready(list(self.processes.values()), until)
-        listen = self.config.listen or f"127.0.0.1:{self.config.port}"
         self._spawn("router", "router_service", self._router_flags(), self._threads(1), listen)
         self._wait_ready([self.processes["router"]], until)
 
     def _wait_ready(self, processes: Sequence[Process], until: float) -> None:
-        for process in processes:
-            process.wait_ready(until - time.monotonic())
+        """Looks at all of them in turn, so that one that ends is told of while others still load."""
+        while late := [process for process in processes if not process.ready]:
+            for process in late:
+                if not process.running or time.monotonic() > until:
+                    process.wait_ready(0.0)
+            time.sleep(0.02)
 
     def _spawn(self, name: str, module: str, flags: Sequence[str], threads: int, listen: str = "127.0.0.1:0") -> None:
         environment = _environment(threads, alone=self.config.link == "local")
@@ -233,6 +243,19 @@ class Cluster:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop(None if kind is None else 0.0)
+
+
+def _check_free(flag: str, address: str) -> None:
+    """ConfigError for an address that is taken, before minutes go into loading. What else is wrong with it the router says."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError, ValueError), socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port whose last owner just went is free
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(f"{flag}: {address} is in use") from None
+            raise
 
 
 def _environment(threads: int, *, alone: bool) -> dict[str, str]:

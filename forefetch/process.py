@@ -135,8 +135,11 @@ class Process:
         return f"ended with status {code}{self.last_words()}"
 
     def last_words(self) -> str:
-        """The end of its standard error, led by ": ", or nothing."""
+        """The end of its standard error, led by ": ", or nothing. Of a refused setting it is the refusal alone: the usage
+        before it is that of a command which the user did not type."""
         lines = [line for line in self.tail if line]
+        if lines and ": error: " in lines[-1]:
+            return ": " + lines[-1].partition(": error: ")[2]
         return ": " + "\n  ".join(lines[-8:]) if lines else ""
 
     def signal(self, number: int) -> None:

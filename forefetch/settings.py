@@ -63,7 +63,8 @@ def _convert(cls: type[Config], name: str, kind: Any, text: str) -> Any:
     try:
         return _reader(kind)(text)
     except ValueError:
-        raise ConfigError(f"{flag(name)}: {text!r} is not a {kind.__name__}") from None
+        wanted = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
+        raise ConfigError(f"{flag(name)}: {text!r} is not {wanted}") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser, cls: type[Config], only: Sequence[str] = ()) -> None:

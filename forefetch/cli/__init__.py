@@ -60,7 +60,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status. Errors end as one line on standard error."""
-    args = parser().parse_args(argv)
+    main_parser = parser()
+    args, unknown = main_parser.parse_known_args(argv)
+    if unknown:
+        main_parser.error(f"unrecognized arguments: {' '.join(unknown)}; `forefetch {args.command} --help` lists its own")
     if args.command == "version":
         print(f"forefetch {VERSION}")
         return 0

@@ -14,12 +14,23 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 def add_arguments(parser: Any, whose: str = "the router") -> None:
     """Adds --address, the caller's token and the TLS files."""
-    parser.add_argument("--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=f"{whose} (default: %(default)s)")
+    parser.add_argument(
+        "--address", type=_address, default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=f"{whose} (default: %(default)s)"
+    )
     parser.add_argument("--token-file", metavar="FILE", help="file with a bearer token to show, for --auth-tokens over there")
     group = parser.add_argument_group("TLS", "Without these the connection is plain.")
     group.add_argument("--tls-ca", default="", metavar="FILE", help="PEM file with the authority that signed the server")
     group.add_argument("--tls-cert", default="", metavar="FILE", help="PEM file with a certificate to present")
     group.add_argument("--tls-key", default="", metavar="FILE", help="PEM file with its private key")
+
+
+def _address(text: str) -> str:
+    """host:port, or several with commas. gRPC would take a missing port for 443, and one that is too large modulo 65536."""
+    for part in text.split(","):
+        host, _, port = part.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+            raise argparse.ArgumentTypeError(f"{part!r} is not host:port")
+    return text
 
 
 def token_of(args: argparse.Namespace) -> str:

@@ -11,7 +11,7 @@ import grpc
 
 from forefetch import rpc
 from forefetch.cli import connect
-from forefetch.errors import ConfigError, Unavailable
+from forefetch.errors import ConfigError
 
 NAMES = ("startup", "liveness", "readiness")
 RETRY_S = 0.5
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line per name. Unavailable when nobody answers in time."""
+    """Prints a line per name. Raises Unavailable when nobody answers in time, and what else a service says instead."""
     until = time.monotonic() + args.wait
     with rpc.channel(args.address, connect.tls_of(args)) as channel:
         while True:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
                 states = {name: _ask(channel, name) for name in NAMES}
             except grpc.RpcError as error:
                 if time.monotonic() >= until:
-                    raise Unavailable(f"{args.address} does not answer: {rpc.error_of(error)}") from None
+                    raise rpc.error_of(error) from None
                 states = {}
             if states.get("readiness") or (states and time.monotonic() >= until):
                 break

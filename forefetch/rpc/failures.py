@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, NoReturn, TypeVar, cast
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -77,7 +78,7 @@ def status_of(error: BaseException) -> grpc.Status:
 def error_of(error: grpc.RpcError) -> ForefetchError:
     """The error that the other side meant; `error` is what a call of grpc or grpc.aio raised. Raise it `from None`."""
     call = cast(Any, error)
-    code, text = call.code().name, call.details() or call.code().name
+    code, text = call.code().name, _plain(call.details() or "") or call.code().name
     details = _details(call)
     info, kind = details.get("ErrorInfo"), None
     if info is not None and info.domain == _DOMAIN:
@@ -92,6 +93,19 @@ def error_of(error: grpc.RpcError) -> ForefetchError:
         worker = info.metadata.get("worker", "") if info is not None else ""
         return kind(int(worker) if worker.isdigit() else -1, text)
     return kind(text)
+
+
+# gRPC's words for a server that is not there, up to the cause: "failed to connect to all addresses; last error: UNKNOWN:
+# ipv4:127.0.0.1:50051: Failed to connect to remote host: Connection refused".
+_NOBODY = re.compile(
+    r"failed to connect to all addresses; last error: \w+: (?:ipv[46]:)?(\S+): (?:Failed to connect to remote host: )?"
+)
+
+
+def _plain(text: str) -> str:
+    """gRPC's text, said shorter where it says who does not answer and why."""
+    match = _NOBODY.match(text)
+    return f"{unquote(match[1])} does not answer: {text[match.end() :]}" if match else text
 
 
 def _details(call: Any) -> dict[str, Any]:

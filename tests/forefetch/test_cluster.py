@@ -127,8 +127,13 @@ def test_children_get_allocator_and_thread_settings_but_the_users_win(
 
 
 def test_a_service_that_cannot_start_is_named_with_its_last_words(config: ClusterConfig) -> None:
-    with pytest.raises(Unavailable, match=r"worker-0 ended with status 2: .*\n.*--model: it is broken"):
+    with pytest.raises(Unavailable, match=r"^worker-0 ended with status 2: --model: it is broken$"):
         Cluster.start(config, extra=Extra(worker=["--fake=broken"]))
+
+
+def test_one_that_ends_is_told_of_while_others_load(config: ClusterConfig) -> None:
+    with pytest.raises(Unavailable, match=r"^kv ended with status 2: --model: it is broken$"):
+        Cluster.start(config, extra=Extra(worker=["--fake=mute"], kv=["--fake=broken"]))
 
 
 def test_a_service_that_is_never_ready_is_given_up(stand_ins: Path) -> None:
@@ -140,8 +145,9 @@ def test_a_service_that_is_never_ready_is_given_up(stand_ins: Path) -> None:
 def test_a_taken_port_is_a_clear_error(config: ClusterConfig) -> None:
     with Cluster.start(config) as cluster:
         port = int(cluster.address.rpartition(":")[2])
-        with pytest.raises(Unavailable, match=r"router ended with status 1: (.|\n)*Address already in use"):
-            Cluster.start(ClusterConfig(model=config.model, port=port, kv=False))
+        for taken, flag in (({"port": port}, "--port"), ({"listen": cluster.address}, "--listen")):
+            with pytest.raises(ConfigError, match=rf"^{flag}: 127.0.0.1:{port} is in use$"):
+                Cluster.start(replace(config, kv=False, **taken))
 
 
 def test_kill_and_restart_keep_the_address(config: ClusterConfig) -> None:

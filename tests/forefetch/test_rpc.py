@@ -93,7 +93,9 @@ def test_nobody_there_is_unavailable() -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with contextlib.closing(Stub(address)) as stub, pytest.raises(grpc.RpcError) as caught:
         stub.ids("hello")
-    assert type(rpc.error_of(caught.value)) is errors.Unavailable
+    error = rpc.error_of(caught.value)
+    assert type(error) is errors.Unavailable
+    assert str(error) == f"{address} does not answer: Connection refused"
 
 
 def test_deadline_is_told_to_the_handler(server: Running) -> None:

@@ -32,7 +32,7 @@ def test_flags_win_over_variables_and_those_over_defaults() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"count": "x"}, "--count: 'x' is not a int"),
+        ({"count": "x"}, "--count: 'x' is not a whole number"),
         ({"loud": "perhaps"}, "--loud"),
         ({"colour": "green"}, "--colour: must be one of red, blue"),
     ],

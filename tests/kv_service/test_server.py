@@ -186,7 +186,7 @@ def test_spans_and_metrics_of_a_process(kv: Kv, process: Callable[..., Process])
     [
         ({"max_block_mb": "0"}, "--max-block-mb: must be at least 1"),
         ({"budget_mb": "63"}, "--budget-mb: must be at least --max-block-mb, which is 64"),
-        ({"budget_mb": "much"}, "--budget-mb: 'much' is not a int"),
+        ({"budget_mb": "much"}, "--budget-mb: 'much' is not a whole number"),
     ],
 )
 def test_wrong_settings(settings: dict[str, str], text: str) -> None:

@@ -43,7 +43,9 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "First steps" in text
 
 
-@pytest.mark.parametrize("args", [[], ["fly"], ["generate", "--temperature", "warm", "x"], ["up", "--workers"]])
+@pytest.mark.parametrize(
+    "args", [[], ["fly"], ["generate", "--temperature", "warm", "x"], ["up", "--workers"], ["up", "--fly"]]
+)
 def test_wrong_usage_is_status_2_without_a_stack_trace(args: list[str]) -> None:
     done = run(*args)
     assert done.returncode == 2
@@ -72,6 +74,12 @@ def test_nobody_at_the_address_is_one_line() -> None:
     done = run("generate", "--address", "127.0.0.1:1", "--timeout", "5", "hello")
     assert done.returncode == 1
     assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("forefetch: error: ")
-    assert "127.0.0.1:1" in done.stderr
+    assert done.stderr == "forefetch: error: 127.0.0.1:1 does not answer: Connection refused\n"
+
+
+@pytest.mark.parametrize("address", ["localhost", "a:0", "a:65536", "a:1,b", ":1", "a:1,"])
+def test_what_is_no_address_is_wrong_usage(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["stats", "--address", address])
+    assert ended.value.code == 2
+    assert "is not host:port" in capsys.readouterr().err
