@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +29,12 @@ def setting(default: Any, text: str, *, choices: Sequence[str] = ()) -> Any:
 
 @dataclass(frozen=True)
 class Config:
-    """Base of every settings class: `PROG` names the command, `ENV` prefixes its variables."""
+    """Base of every settings class: `PROG` names the command, `ENV` prefixes its variables, `TITLE` heads a class's own
+    settings in `--help` ("": they stand among the parser's other options)."""
 
     PROG: ClassVar[str] = "forefetch"
     ENV: ClassVar[str] = "FOREFETCH_"
+    TITLE: ClassVar[str] = ""
 
     def validate(self) -> None:
         """Raises ConfigError naming the bad setting or pair. Called by `parse`; a subclass extends it."""
@@ -68,18 +71,27 @@ def _convert(cls: type[Config], name: str, kind: Any, text: str) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser, cls: type[Config], only: Sequence[str] = ()) -> None:
-    """Adds a flag for each field of `cls` (or those named in `only`). Values stay strings until `build`."""
-    for field in dataclasses.fields(cls):
-        if only and field.name not in only:
+    """Adds a flag for each field of `cls` (or those named in `only`), the class's own first, then those of its bases under
+    their titles. Values stay strings until `build`."""
+    hints, fields = get_type_hints(cls), {field.name: field for field in dataclasses.fields(cls)}
+    for base in cls.__mro__:
+        names = [name for name in inspect.get_annotations(base) if name in fields and (not only or name in only)]
+        if not names:
             continue
-        kind = get_type_hints(cls)[field.name]
-        shown = {"True": "on", "False": "off", "": "unset"}.get(str(field.default), field.default)
-        text = f"{field.metadata['help']} (default: {shown}; ${cls.ENV}{field.name.upper()})".replace("%", "%%")
-        choices = "{" + ",".join(field.metadata["choices"]) + "}" if field.metadata["choices"] else None
-        optional: dict[str, Any] = {"nargs": "?", "const": "true"} if kind is bool else {}
-        parser.add_argument(
-            flag(field.name), dest=field.name, default=None, help=text, metavar=choices or kind.__name__.upper(), **optional
-        )
+        title = vars(base).get("TITLE")  # not a base's
+        group: Any = parser.add_argument_group(title) if title else parser
+        for name in names:
+            _add_argument(group, cls, fields.pop(name), hints[name])
+
+
+def _add_argument(group: Any, cls: type[Config], field: dataclasses.Field[Any], kind: Any) -> None:
+    shown = {"True": "on", "False": "off", "": "unset"}.get(str(field.default), field.default)
+    text = f"{field.metadata['help']} (default: {shown}; ${cls.ENV}{field.name.upper()})".replace("%", "%%")
+    choices = "{" + ",".join(field.metadata["choices"]) + "}" if field.metadata["choices"] else None
+    optional: dict[str, Any] = {"nargs": "?", "const": "true"} if kind is bool else {}
+    group.add_argument(
+        flag(field.name), dest=field.name, default=None, help=text, metavar=choices or kind.__name__.upper(), **optional
+    )
 
 
 def build(cls: type[C], values: Mapping[str, str | None], environ: Mapping[str, str] | None = None) -> C:
@@ -128,6 +140,8 @@ def to_flags(config: Config) -> list[str]:
 @dataclass(frozen=True)
 class ServiceConfig(Config):
     """Settings that every service has."""
+
+    TITLE: ClassVar[str] = "addresses, TLS, telemetry"
 
     listen: str = setting(
         "127.0.0.1:0",

@@ -31,6 +31,7 @@ from router_service.p2p import LaneTrunk
 from router_service.placing import Placing, planned_list
 from router_service.recorder import Recorder
 from router_service.server import Deliverer, RouterServicer
+from router_service.sizing import Placement, Sizes
 from router_service.status import Status
 from router_service.text import Text
 from router_service.workers import Workers
@@ -41,8 +42,8 @@ SERVICE = "forefetch.v1.RouterService"
 async def serve(config: RouterConfig) -> None:
     """Builds the router, waits until its workers hold every expert, and serves until a signal."""
     spec, checkpoint = open_model(config.model, allow_synthetic=config.allow_synthetic)
-    placement = build.Placement.of(config, spec)
-    sizes = build.Sizes.of(config, spec, placement)
+    placement = Placement.of(config, spec)
+    sizes = Sizes.of(config, spec, placement)
     limits = build.limits(config, spec, sizes.context)
     dispatch = build.dispatch(config, spec, checkpoint, placement)  # connects while the trunk loads
     trunk = await asyncio.to_thread(build.trunk, config, spec, checkpoint, sizes, placement)

@@ -8,16 +8,15 @@ from typing import ClassVar
 from forefetch.errors import ConfigError
 from forefetch.rounding import check, rounding
 from forefetch.rpc.auth import AuthConfig
-from forefetch.settings import setting
+from forefetch.settings import flag, setting
+from router_service.cache_config import CacheConfig, addresses_of
 from router_service.discovery_config import DiscoveryConfig, service_of
 
-SEALED = ("e2m0", "asym2", "mixed", "asym3", "fp4")
-KV_FORMATS = ("auto", "float32", "bfloat16", "float16", *SEALED)
 CUDA_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True)
-class RouterConfig(AuthConfig, DiscoveryConfig):
+class RouterConfig(AuthConfig, DiscoveryConfig, CacheConfig):
     """The router: attention, gating and sampling, and the API that users call."""
 
     PROG: ClassVar[str] = "python -m router_service"
@@ -95,77 +94,6 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
         much of the trunk; on a CPU nothing is gained. Norms, gates and the embedding stay as stored.""",
         choices=("stored", "int8"),
     )
-    kv: str = setting(
-        "",
-        """KV services as host:port,host:port. They take sealed blocks and give them back to later requests with the same
-        beginning. Blocks and sessions are spread over them by their addresses as written here, so every router must write
-        the same. Unset: none.""",
-    )
-    kv_token_file: str = setting(
-        "",
-        """File with the bearer token that this router shows to KV services. What its own callers are allowed is for
-        --auth-tokens: each tenant's blocks and sessions are apart from the others', under whatever name the router has.""",
-    )
-    kv_fetch_s: float = setting(
-        5.0,
-        """Most seconds that a request waits for cached blocks of its prompt; what has not come by then is computed. Less
-        when computing is estimated to take less. 0: prompts are always computed.""",
-    )
-    session_lag_s: float = setting(
-        0.25,
-        """How often new tokens of sessions are written to their logs, seconds. A router that goes on with an answer after this
-        one died generates what was not written yet again.""",
-    )
-    session_tail_mb: float = setting(
-        16.0,
-        """Most MiB per second of K and V behind the last full page that go to the logs of sessions, the oldest first, so that
-        a router that goes on with an answer need not compute them. 0: none; they are computed again, to the same tokens.""",
-    )
-    kv_format: str = setting(
-        "auto",
-        """How K and V are kept. auto: the compute type, nothing is rounded. float16 halves float32's memory, is
-        counted as an approximation and saturates beyond 65504. e2m0 and asym2 take 2 bits per element and their scales,
-        mixed a third bit for the worst channels of K, asym3 3 bits, fp4 4 bits; they seal pages of tokens older than
-        --kv-recent, decode them inside attention, and are counted as approximations. What each costs in quality:
-        `forefetch quality`.""",
-        choices=KV_FORMATS,
-    )
-    kv_sinks: int = setting(
-        4,
-        """Sealed formats: first tokens of a sequence that stay float16, because attention leans on them more than on any
-        others. Each costs what one token costs in float16.""",
-    )
-    kv_recent: int = setting(
-        -1,
-        """Sealed formats: newest tokens that stay float16. A request's float16 tail holds up to --page-size more. Fewer save
-        memory on short contexts and cost quality everywhere. 0: pages are sealed as soon as they are full. Else KV services
-        also get float16 rows where requests are likely to go on, so that an answer behind a cached prefix is the one that would
-        be computed without; a prompt that parts from known ones at a new place is computed once more. -1: 112, or 32 for
-        fp4: the most that leaves 4,096 tokens 80 % smaller than float16 even with a full tail (fp4: 69 %).""",
-    )
-    kv_outliers: int = setting(
-        1,
-        """Sealed formats: channels of K, per page and head, that stay float16: those that quantising hurts most. 0 to 6, each
-        0.06 bits per element at head dim 128.""",
-    )
-    kv_thirds: int = setting(
-        32,
-        """mixed: channels of K, per page and head, that get a third bit: those that gain most by it. A multiple of 16 up to 96;
-        16 cost 0.06 bits per element at head dim 128.""",
-    )
-    kv_exempt_layers: str = setting(
-        "",
-        """Sealed formats: layers that keep float16 pages, as 0,5 counted from 0. `forefetch quality --layers` says which layers
-        a model is sensitive in.""",
-    )
-    page_size: int = setting(
-        128, """Tokens in a KV page. Smaller pages waste less memory on short requests and cost more book-keeping."""
-    )
-    kv_memory_mb: int = setting(
-        1024,
-        """Memory for K and V in MiB, allocated at start. Requests wait while their worst case (prompt + max_tokens)
-        does not fit.""",
-    )
     max_batch: int = setting(
         64, """Most requests that run at a time. Each decode step computes one token of every one of them."""
     )
@@ -202,11 +130,6 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
         """Seconds to wait at start for workers that hold all experts; health says NOT_SERVING meanwhile. Then the
         router exits.""",
     )
-    handover_mb: int = setting(
-        256,
-        """Most MiB of sealed blocks waiting for the KV service. Blocks beyond it are dropped and counted; steps never
-        wait.""",
-    )
     hints: str = setting(
         "auto",
         """Naming the experts of the next two layers to workers, so that these can copy them in time. Answers do not depend on
@@ -239,47 +162,27 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
         super().validate()
         if not self.model:
             raise ConfigError("--model: is required")
-        positive = (
-            "page_size",
-            "kv_memory_mb",
-            "max_batch",
-            "max_step_tokens",
-            "max_waiting",
-            "default_max_tokens",
-            "trace_steps",
-        )
-        for name in (*positive, "trace_requests", "handover_mb"):
+        at_least_1 = ("max_batch", "max_step_tokens", "max_waiting", "default_max_tokens", "trace_steps", "trace_requests")
+        for name in at_least_1:
             if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')}: must be at least 1")
-        for name in (
-            "max_context",
-            "prompt_rows",
-            "threads",
-            "worker_grace_s",
-            "start_timeout_s",
-            "kv_fetch_s",
-            "session_tail_mb",
-        ):
+                raise ConfigError(f"{flag(name)}: must be at least 1")
+        for name in ("max_context", "prompt_rows", "threads", "worker_grace_s", "start_timeout_s"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"--{name.replace('_', '-')}: must not be negative")
+                raise ConfigError(f"{flag(name)}: must not be negative")
+        for name in ("step_timeout_s", "p2p_patience_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{flag(name)}: must be positive")
         self._check_p2p()
         if self.plan and (self.workers == "local" or "local" in self.addresses()):
             raise ConfigError("--plan: name the --workers; what the local one holds does not move")
-        for name in ("step_timeout_s", "session_lag_s", "p2p_patience_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"--{name.replace('_', '-')}: must be positive")
         if self.max_step_tokens <= self.max_batch:
             raise ConfigError(
                 f"--max-step-tokens {self.max_step_tokens} and --max-batch {self.max_batch}: a step must hold a token of every "
                 "running request and room for a prompt"
             )
-        if self.kv_recent < -1:
-            raise ConfigError("--kv-recent: must be -1 or more")
         check(self.experts, self.miss)
-        self.exempt_layers()
         self.buckets("cpu")
         self.addresses()
-        self.kv_addresses()
 
     def _check_p2p(self) -> None:
         if any(rows < 0 or rows == 1 for rows in (self.p2p_halves_from, self.halves_from)):
@@ -293,15 +196,6 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
     def rounding(self) -> str:
         """What workers' weights must have been rounded to."""
         return rounding(self.experts, self.miss)
-
-    def exempt_layers(self) -> frozenset[int]:
-        """Layers that are not sealed."""
-        parts = [part.strip() for part in self.kv_exempt_layers.split(",") if part.strip()]
-        if parts and self.kv_format not in SEALED:
-            raise ConfigError(f"--kv-exempt-layers: --kv-format {self.kv_format} seals none")
-        if any(not part.isdecimal() for part in parts):
-            raise ConfigError("--kv-exempt-layers: must be numbers of layers like 0,5")
-        return frozenset(map(int, parts))
 
     def halves(self) -> int:
         """From how many rows on steps cross links in halves; 0 where none do."""
@@ -326,22 +220,9 @@ class RouterConfig(AuthConfig, DiscoveryConfig):
         if self.workers == "local" or self.service:
             return ()
         form = "local, host:port,host:port, local,host:port or kubernetes:NAMESPACE/SERVICE"
-        return _addresses("--workers", self.workers, form, "local")
+        return addresses_of("--workers", self.workers, form, "local")
 
     @property
     def service(self) -> tuple[str, str] | None:
         """(namespace, name) of the Service whose workers come and go; None for a list or the local worker."""
         return service_of(self.workers)
-
-    def kv_addresses(self) -> tuple[str, ...]:
-        """The KV services' addresses; empty: none."""
-        return _addresses("--kv", self.kv, "host:port,host:port") if self.kv else ()
-
-
-def _addresses(flag: str, text: str, form: str, *names: str) -> tuple[str, ...]:
-    addresses = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not addresses or any(":" not in address and address not in names for address in addresses):
-        raise ConfigError(f"{flag}: must be {form}")
-    if len(set(addresses)) != len(addresses):
-        raise ConfigError(f"{flag}: names an address twice")
-    return addresses

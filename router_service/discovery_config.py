@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from forefetch.errors import ConfigError
 from forefetch.settings import ServiceConfig, setting
@@ -15,6 +16,8 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 @dataclass(frozen=True)
 class DiscoveryConfig(ServiceConfig):
     """Of effect with --workers kubernetes:NAMESPACE/SERVICE, and what is about experts also with --plan."""
+
+    TITLE: ClassVar[str] = "workers that come and go"
 
     plan: bool = setting(
         False,

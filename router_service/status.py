@@ -13,11 +13,11 @@ from forefetch.telemetry.ring import StepRing
 from forefetch.v1 import router_pb2
 from forefetch.version import VERSION
 from router_service.admission import Limits
-from router_service.build import Placement
 from router_service.config import RouterConfig
 from router_service.hints import Hints
 from router_service.kv import KvSide
 from router_service.scheduler import Scheduler
+from router_service.sizing import Placement
 from router_service.workers import Worker, Workers
 
 

@@ -93,6 +93,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
             "hints",
             "sealed",
             "sealed_step",
+            "sizing",
             "quality",
         ),
         *("disk", "vault", "session_log", "session_rows", "operators"),
@@ -101,7 +102,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("evaluator", "p2p", "p2p_device", "p2p_decoder", "loading", "placer", "discovery"),
         *("kubernetes_api", "reconciler", "placing"),
     ),
-    "config": ("config", "discovery_config"),
+    "config": ("config", "discovery_config", "cache_config"),
     "pure": (
         *("__init__", "scheduler", "pages", "admission", "slots", "store", "store_sessions", "keys", "outbox", "intake"),
         *("store_order", "store_room", "parts", "labels"),

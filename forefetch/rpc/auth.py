@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from forefetch.errors import ConfigError, Unauthenticated
 from forefetch.settings import ServiceConfig, setting
@@ -35,6 +35,8 @@ MIN_TOKEN = 16
 @dataclass(frozen=True)
 class AuthConfig(ServiceConfig):
     """Settings of a service that tells its callers apart."""
+
+    TITLE: ClassVar[str] = "callers"
 
     auth_tokens: str = setting(
         "",

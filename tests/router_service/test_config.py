@@ -11,7 +11,7 @@ import torch
 from forefetch.errors import ConfigError
 from forefetch.settings import build as parse
 from forefetch.spec import ModelSpec
-from router_service import build
+from router_service import sizing
 from router_service.config import RouterConfig
 
 
@@ -45,15 +45,15 @@ def test_a_worker_in_the_process_can_be_one_of_several() -> None:
     assert config.addresses() == ("a:1", "local", "b:2")
 
 
-def sizes(checkpoint: Callable[[str], Path], **flags: str) -> build.Sizes:
+def sizes(checkpoint: Callable[[str], Path], **flags: str) -> sizing.Sizes:
     folder = checkpoint("qwen3")
     config, spec = parse(RouterConfig, {"model": str(folder), "device": "cpu", **flags}, {}), ModelSpec.load(folder)
-    return build.Sizes.of(config, spec, build.Placement.of(config, spec))
+    return sizing.Sizes.of(config, spec, sizing.Placement.of(config, spec))
 
 
 def test_memory_bounds_the_context(checkpoint: Callable[[str], Path]) -> None:
     # A block is 3 layers x (K + V) x 2 heads x 16 dims x 16 tokens x 4 bytes = 12288 bytes.
-    assert sizes(checkpoint, page_size="16", kv_memory_mb="1") == build.Sizes(context=256, pages=86, max_pages=16)
+    assert sizes(checkpoint, page_size="16", kv_memory_mb="1") == sizing.Sizes(context=256, pages=86, max_pages=16)
     with pytest.raises(ConfigError, match="--kv-memory-mb 1: one block of 4096 tokens takes 3145728 bytes"):
         sizes(checkpoint, page_size="4096", kv_memory_mb="1")
 
@@ -67,12 +67,12 @@ def test_a_kv_format_that_may_round_is_named(checkpoint: Callable[[str], Path]) 
     folder = checkpoint("qwen3")
     for kv_format, name in (("auto", ""), ("float32", ""), ("float16", "float16"), ("bfloat16", "bfloat16")):
         config = parse(RouterConfig, {"model": str(folder), "device": "cpu", "kv_format": kv_format}, {})
-        assert build.Placement.of(config, ModelSpec.load(folder)).approximate_kv == name
+        assert sizing.Placement.of(config, ModelSpec.load(folder)).approximate_kv == name
 
 
-def placed(folder: Path, **flags: str) -> build.Placement:
+def placed(folder: Path, **flags: str) -> sizing.Placement:
     config = parse(RouterConfig, {"model": str(folder), "device": "cpu", **flags}, {})
-    return build.Placement.of(config, ModelSpec.load(folder))
+    return sizing.Placement.of(config, ModelSpec.load(folder))
 
 
 def test_a_sealed_format_has_its_defaults_and_is_named(checkpoint: Callable[[str], Path]) -> None:
@@ -118,4 +118,4 @@ def test_a_device_that_is_not_there_is_refused(checkpoint: Callable[[str], Path]
     folder = checkpoint("qwen3")
     config = parse(RouterConfig, {"model": str(folder), "device": "cuda"}, {})
     with pytest.raises(ConfigError, match="--device cuda"):
-        build.Placement.of(config, ModelSpec.load(folder))
+        sizing.Placement.of(config, ModelSpec.load(folder))

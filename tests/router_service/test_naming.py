@@ -11,9 +11,10 @@ import torch
 
 from forefetch.spec import ModelSpec
 from kv_service.client import Geometry
-from router_service.build import Placement, kv_params
+from router_service.build import kv_params
 from router_service.config import RouterConfig
 from router_service.naming import Naming
+from router_service.sizing import Placement
 
 ONE = Naming("digest", Geometry(2, 2, 8), "rope", "float32", "", 4)
 TOKENS = list(range(13))
