@@ -80,10 +80,13 @@ def _step_data(step: Step) -> dict[str, Any]:
             [
                 *(layer.layer, layer.start_ns, layer.attention_ns, layer.gate_ns, layer.experts_ns, layer.combine_ns),
                 [
-                    [call.worker, call.rows, call.round_trip_ns, call.queue_ns, call.copy_wait_ns, call.compute_ns]
+                    [
+                        *(call.worker, call.rows, call.round_trip_ns, call.queue_ns, call.copy_wait_ns, call.compute_ns),
+                        *(call.hits, call.late, call.misses, call.shadowed, call.copy_ns),
+                    ]
                     for call in layer.calls
                 ],
-                layer.lookahead_ns,
+                *(layer.lookahead_ns, layer.chosen, layer.named, layer.found),
             ]
             for layer in step.layers
         ],

@@ -144,6 +144,11 @@ def test_the_page_is_self_contained_and_escapes_what_it_shows() -> None:
     for key, _ in data["parts"]:
         assert page.count(f"--{key}: #") == 2, key  # a colour by day and one by night
     assert sum(data["steps"][2]["parts"]) <= data["steps"][2]["total"]
+    layer, told = message.steps[2].layers[5], data["steps"][2]["layers"][5]
+    assert told[8:] == [layer.chosen, layer.named, layer.found]
+    call = layer.calls[0]
+    assert told[6][0][6:] == [call.hits, call.late, call.misses, call.shadowed, call.copy_ns]
+    assert call.hits
 
 
 def test_trace_of_a_refused_request_says_why(router: ScriptedRouter) -> None:
