@@ -210,8 +210,8 @@ def _problem(size: Sizes, kv: float, router: float, held: float, memory: float, 
 
 
 def gib(number: float) -> str:
-    """Bytes as text."""
-    return f"{number / GIB:.1f} GiB"
+    """Bytes as text: GiB, or below one of them MiB."""
+    return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / 2**20:.0f} MiB"
 
 
 @dataclass(frozen=True)
