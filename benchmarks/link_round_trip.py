@@ -40,15 +40,20 @@ HIDDEN, DTYPE, EXPERTS, TOP_K, MAX_ROWS = 2048, torch.bfloat16, 128, 8, 64
 INFO = WorkerInfo("echo", "echo", 0, 1, {0: tuple(range(EXPERTS))}, HIDDEN, DTYPE, "cpu", "echo", MAX_ROWS, shm.domain())
 
 
+NOTHING = wire.Verified()
+_copy = ctypes.PyDLL(None).memmove  # keeps the GIL, as experts of one row that a kernel evaluates
+_copy.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+
+
 class Echo:
-    """Experts that answer with the rows they got."""
+    """Experts that answer with the rows they got, in as little time as can be."""
 
     load = np.zeros((1, EXPERTS), dtype=np.int64)
     weight_bytes = 0
 
     def forward(self, call: wire.LayerCall, out: torch.Tensor, source: str = "") -> tuple[int, wire.Verified]:
-        ctypes.memmove(out.data_ptr(), call.x.data_ptr(), out.nbytes)
-        return 0, wire.Verified()
+        _copy(out.data_ptr(), call.x.data_ptr(), out.nbytes)
+        return 0, NOTHING
 
 
 class BareEcho(expert_pb2_grpc.ExpertServiceServicer):
@@ -83,8 +88,10 @@ def a_call(rows: int) -> wire.LayerCall:
 
 
 def through(link: client.Link, call: wire.LayerCall) -> Callable[[], None]:
+    tensors = call.x, call.pair_row, call.pair_expert, call.pair_weight
+
     def once() -> None:
-        link.submit(call)
+        link.submit(wire.LayerCall(call.step, call.layer, *tensors))  # a new one each time, as a router's
         link.collect(10.0)
 
     return once

@@ -61,13 +61,16 @@ class WorkerInfo:
         return wire.reply_bytes(max_rows, self.hidden_size, self.dtype)
 
 
+_NOTHING = Verified()
+
+
 class Spent(NamedTuple):
     """Where a call's time went."""
 
     queue_ns: int
     copy_wait_ns: int
     compute_ns: int
-    verified: Verified = Verified()
+    verified: Verified = _NOTHING
 
 
 class Turn:
@@ -108,8 +111,8 @@ class Core:
         self.info, self.experts = info, experts
         self.calls = self.rows = self.pairs = self.errors = self.compute_ns = self.copy_wait_ns = 0
         self.hints = self.hints_dropped = 0
-        self.verified = Verified()
-        self._shape = info.shape()
+        self.verified = _NOTHING
+        self._shape, self._host = info.shape(), info.device == "cpu"
         self.turn = Turn()  # who holds it is alone with the experts
 
     @property
@@ -122,16 +125,23 @@ class Core:
         asked = perf_counter_ns()
         with self.turn:
             began = perf_counter_ns()
-            with on(self.info.device):
-                copy_ns, verified = self.experts.forward(call, out, source)
+            copy_ns, verified = self._evaluate(call, out, source)
             compute_ns = perf_counter_ns() - began - copy_ns
+            rows, _, pairs = call.sizes
             self.calls += 1
-            self.rows += call.x.shape[0]
-            self.pairs += call.pair_row.shape[0]
+            self.rows += rows
+            self.pairs += pairs
             self.compute_ns += compute_ns
             self.copy_wait_ns += copy_ns
-            self.verified = Verified(*map(add, self.verified, verified))
+            if verified != _NOTHING:
+                self.verified = Verified(*map(add, self.verified, verified))
         return Spent(began - asked, copy_ns, compute_ns, verified)
+
+    def _evaluate(self, call: wire.LayerCall, out: Tensor, source: str) -> tuple[int, Verified]:
+        if self._host:
+            return self.experts.forward(call, out, source)
+        with on(self.info.device):
+            return self.experts.forward(call, out, source)
 
     def hint(self, hint: ExpertHint, source: str = "") -> None:
         """Takes a hint in; one that is of no use is counted and dropped. Raises nothing, waits for no call."""
@@ -147,9 +157,8 @@ class Core:
         """Reads a request frame of `size` bytes, writes its reply or error frame, returns that one's bytes. Raises nothing."""
         try:
             call = wire.decode_request(request, size, self._shape)
-            rows, hidden = call.x.shape
-            out = wire.reply_rows(reply, rows, hidden, call.x.dtype)
-            return wire.encode_reply(reply, call, *self.forward(call, out, source))
+            spent = self.forward(call, wire.reply_rows(reply, call), source)
+            return wire.encode_reply(reply, call, *spent)
         except ForefetchError as error:
             return self.refuse(request, size, reply, error)
         except Exception:

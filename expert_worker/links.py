@@ -84,8 +84,9 @@ class SingleLink(Link):
         """As Link.submit; RuntimeError while a call is outstanding."""
         if self._call is not None:
             raise RuntimeError("the previous call has not been collected")
-        if call.x.dtype != self.info.dtype or call.x.shape[1:] != (self.info.hidden_size,):
-            agreed = f"{self.info.hidden_size} x {self.info.dtype}"
+        info = self.info
+        if call.x.dtype != info.dtype or len(call.sizes) != 3 or call.sizes[1] != info.hidden_size:
+            agreed = f"{info.hidden_size} x {info.dtype}"
             raise Mismatch(f"rows are {tuple(call.x.shape)} {call.x.dtype}, the worker's {agreed}")
         self._since_ns = perf_counter_ns()
         self._send(call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from google.protobuf.message import DecodeError
@@ -17,6 +17,7 @@ HEADER_BYTES = 96
 HEADROOM = 32
 """Bytes before a frame: `seal` puts protobuf's tag and length there, and with them rows begin on a cache line, which halves
 the time of a copy."""
+T = TypeVar("T")
 _KEPT = 256  # shapes whose views are kept
 
 # Keeps the GIL, as ctypes' own memmove does not: giving it away can cost more than a small copy.
@@ -33,12 +34,25 @@ class Sections(NamedTuple):
     weight: Tensor  # [P] float32
 
 
-def offsets(rows: int, hidden: int, pairs: int, itemsize: int) -> tuple[int, int, int, int]:
-    """Where pair rows, pair experts and pair weights begin (each at a multiple of 32), and where a request ends."""
-    row = (HEADER_BYTES + rows * hidden * itemsize + 31) & ~31
-    expert = (row + 4 * pairs + 31) & ~31
-    weight = (expert + 4 * pairs + 31) & ~31
-    return row, expert, weight, weight + 4 * pairs
+class Layout(NamedTuple):
+    """Where things lie in a request: worked out once per shape, see `layout`."""
+
+    row: int  # where pair rows, pair experts and pair weights begin, each at a multiple of 32
+    expert: int
+    weight: int
+    end: int  # bytes of the frame
+    rows_bytes: int
+    pair_bytes: int  # of each pair section
+
+
+@lru_cache(_KEPT)
+def layout(rows: int, hidden: int, pairs: int, itemsize: int) -> Layout:
+    """The layout of a request of these sizes."""
+    rows_bytes, pair_bytes = rows * hidden * itemsize, 4 * pairs
+    row = (HEADER_BYTES + rows_bytes + 31) & ~31
+    expert = (row + pair_bytes + 31) & ~31
+    weight = (expert + pair_bytes + 31) & ~31
+    return Layout(row, expert, weight, weight + pair_bytes, rows_bytes, pair_bytes)
 
 
 class FrameBuffer:
@@ -46,7 +60,7 @@ class FrameBuffer:
 
     Coding a frame of few rows must not wake up half of torch and numpy: where the experts' weights have just swept the caches,
     a first call into either costs tens of microseconds. So tensors are written by address, and views are kept by shape, since
-    decode steps repeat their shapes.
+    decode steps repeat their shapes. `accepted` keeps what a header's sizes were found to mean, for decoders to fill.
     """
 
     def __init__(self, room: memoryview) -> None:
@@ -55,6 +69,7 @@ class FrameBuffer:
         self._size = len(self.memory)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(room)) + HEADROOM
         self._sections: dict[tuple[int, int, int, torch.dtype], Sections] = {}
+        self.accepted: dict[tuple[object, ...], Any] = {}
 
     @staticmethod
     def allocate(size: int) -> FrameBuffer:
@@ -79,13 +94,20 @@ class FrameBuffer:
         if found is None:
             if len(self._sections) >= _KEPT:
                 self._sections.clear()
-            row, expert, weight, _ = offsets(rows, hidden, pairs, dtype.itemsize)
+            at = layout(rows, hidden, pairs, dtype.itemsize)
             found = self._sections[key] = Sections(
                 self._view(HEADER_BYTES, rows * hidden, dtype).view(rows, hidden),
-                self._view(row, pairs, torch.int32),
-                self._view(expert, pairs, torch.int32),
-                self._view(weight, pairs, torch.float32),
+                self._view(at.row, pairs, torch.int32),
+                self._view(at.expert, pairs, torch.int32),
+                self._view(at.weight, pairs, torch.float32),
             )
+        return found
+
+    def accept(self, key: tuple[object, ...], found: T) -> T:
+        """Keeps `found` as what a header with these fields means here."""
+        if len(self.accepted) >= _KEPT:
+            self.accepted.clear()
+        self.accepted[key] = found
         return found
 
     def _view(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -108,7 +130,8 @@ class FrameBuffer:
 
         It is copied, since a message is neither aligned nor writable.
         """
-        frame = _payload(message)
+        head = _head_of(len(message))
+        frame = memoryview(message)[len(head) :] if message.startswith(head) and head else _payload(message)
         size = len(frame)
         if size > self._size:
             raise BadRequest("frame", f"{size} bytes exceed the limit of {self._size}")
@@ -127,17 +150,18 @@ def _heads(size: int) -> tuple[int, bytes]:
     return HEADROOM - len(head), bytes(head)
 
 
+@lru_cache(_KEPT)
+def _head_of(length: int) -> bytes:
+    """The head that a message of `length` bytes has if it is one frame and nothing else; b"" when there can be no such head."""
+    for size in range(max(0, length - 11), length):
+        head = _heads(size)[1]
+        if len(head) + size == length:
+            return head
+    return b""
+
+
 def _payload(message: bytes) -> memoryview:
-    if message[:1] == b"\x0a":
-        size = shift = 0
-        for at in range(1, min(len(message), 6)):
-            size |= (message[at] & 0x7F) << shift
-            shift += 7
-            if message[at] < 0x80:
-                if at + 1 + size == len(message):
-                    return memoryview(message)[at + 1 :]
-                break
-    try:  # unusual, but perhaps legal: unknown fields, say
+    try:  # unusual, but perhaps legal: unknown fields or a long form of the length, say
         return memoryview(expert_pb2.ForwardRequest.FromString(message).frame)
     except DecodeError:
         raise BadRequest("frame", "the message is not a ForwardRequest") from None

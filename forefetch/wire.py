@@ -9,14 +9,14 @@ answered, where it lies.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from forefetch.errors import BadRequest, ForefetchError, LinkDown, Mismatch
-from forefetch.frames import HEADER_BYTES, FrameBuffer, offsets
+from forefetch.frames import HEADER_BYTES, FrameBuffer, Sections, layout
 
 MAGIC = 0x31524646  # "FFR1"
 REQUEST, REPLY, ERROR = 1, 2, 3
@@ -24,6 +24,8 @@ HEADER = struct.Struct("<IHHQIIIIQQQII32s")
 VERIFIED = struct.Struct("<HHHHQQQ")  # in a reply, where a request has its trace
 _TRACE_BYTES = 25
 _UNTRACED = bytes(_TRACE_BYTES)
+
+Header = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, bytes]
 
 # Values of DataType in tensor.proto, google.rpc.Code for errors.
 DTYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -43,6 +45,10 @@ class LayerCall:
     pair_expert: Tensor  # [P] int32, the model's expert index; the worker must hold it
     pair_weight: Tensor  # [P] float32 gate weight
     trace: bytes = b""  # trace id 16, span id 8, flags 1; empty when the step is not sampled
+    sizes: tuple[int, int, int] = field(init=False)  # N, H, P: torch is asked for them once
+
+    def __post_init__(self) -> None:
+        self.sizes = (*self.x.shape, self.pair_row.shape[0])  # what is no matrix is refused later
 
 
 class Verified(NamedTuple):
@@ -59,6 +65,7 @@ class Verified(NamedTuple):
 
 
 _UNVERIFIED = Verified()
+_NOTHING = VERIFIED.pack(*_UNVERIFIED[:-1])
 
 
 @dataclass(slots=True)
@@ -80,8 +87,7 @@ class LayerReply:
     shadowed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """What both ends of a link agreed on when it was opened."""
 
     hidden: int
@@ -91,7 +97,7 @@ class Shape:
 
 def request_bytes(rows: int, hidden: int, pairs: int, dtype: torch.dtype) -> int:
     """Bytes of a request frame."""
-    return offsets(rows, hidden, pairs, dtype.itemsize)[3]
+    return layout(rows, hidden, pairs, dtype.itemsize).end
 
 
 def reply_bytes(rows: int, hidden: int, dtype: torch.dtype) -> int:
@@ -102,36 +108,48 @@ def reply_bytes(rows: int, hidden: int, dtype: torch.dtype) -> int:
 def encode_request(frame: FrameBuffer, call: LayerCall) -> int:
     """Writes `call` and returns the frame's bytes. x may live on any device. BadRequest if it does not fit."""
     x = call.x
-    (rows, hidden), dtype, pairs = x.shape, x.dtype, call.pair_row.shape[0]
-    row, expert, weight, size = offsets(rows, hidden, pairs, dtype.itemsize)
+    (rows, hidden, pairs), dtype = call.sizes, x.dtype
+    row, expert, weight, size, rows_bytes, pair_bytes = layout(rows, hidden, pairs, dtype.itemsize)
     if size > len(frame):
         raise BadRequest("rows", f"a frame of {rows} rows and {pairs} pairs takes {size} bytes; the link holds {len(frame)}")
     sizes = rows, hidden, pairs, 0, 0, 0, 0, size - HEADER_BYTES
     trace = call.trace or _UNTRACED
     HEADER.pack_into(frame.memory, 0, MAGIC, REQUEST, DTYPES[dtype], call.step, call.layer, *sizes, trace)
-    frame.write(HEADER_BYTES, rows * hidden * dtype.itemsize, x)
-    frame.write(row, 4 * pairs, call.pair_row)
-    frame.write(expert, 4 * pairs, call.pair_expert)
-    frame.write(weight, 4 * pairs, call.pair_weight)
+    frame.write(HEADER_BYTES, rows_bytes, x)
+    frame.write(row, pair_bytes, call.pair_row)
+    frame.write(expert, pair_bytes, call.pair_expert)
+    frame.write(weight, pair_bytes, call.pair_weight)
     return size
 
 
 def decode_request(frame: FrameBuffer, size: int, shape: Shape) -> LayerCall:
     """Reads a request in the first `size` bytes. Mismatch when dtype or width are not `shape`'s; BadRequest if malformed.
 
-    The pairs' values are not looked at: whoever evaluates them has to.
+    The pairs' values are not looked at: whoever evaluates them has to. The call is good until the next frame is read.
     """
-    _, kind, code, step, layer, rows, hidden, pairs, _, _, _, _, body, trace = _header(frame, size)
-    if kind != REQUEST:
-        raise BadRequest("kind", f"expected {REQUEST} (request), got {kind}")
+    magic, kind, code, step, layer, rows, hidden, pairs, _, _, _, _, body, last = _header(frame, size)
+    key = shape, magic, kind, code, rows, hidden, pairs, body, size
+    call = frame.accepted.get(key)
+    if call is None:
+        call = frame.accept(key, LayerCall(step, layer, *_request_sections(frame, *key)))
+    call.step, call.layer = step, layer
+    call.trace = b"" if last.startswith(_UNTRACED) else last[:_TRACE_BYTES]
+    return call
+
+
+def _request_sections(
+    frame: FrameBuffer, shape: Shape, magic: int, kind: int, code: int, rows: int, hidden: int, pairs: int, body: int, size: int
+) -> Sections:
+    _check_kind(magic, kind, REQUEST, "request")
     dtype = _dtype(code)
     _check_shape(shape, dtype, hidden, rows)
     _check_body(size, body, request_bytes(rows, hidden, pairs, dtype))
-    return LayerCall(step, layer, *frame.sections(rows, hidden, pairs, dtype), _trace(trace))
+    return frame.sections(rows, hidden, pairs, dtype)
 
 
-def reply_rows(frame: FrameBuffer, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-    """Where the rows [N, H] of a reply belong. BadRequest when they do not fit."""
+def reply_rows(frame: FrameBuffer, call: LayerCall) -> Tensor:
+    """Where the rows [N, H] of the reply to `call` belong. BadRequest when they do not fit."""
+    (rows, hidden, _), dtype = call.sizes, call.x.dtype
     need = HEADER_BYTES + rows * hidden * dtype.itemsize
     if need > len(frame):
         raise BadRequest("rows", f"a reply of {rows} rows takes {need} bytes; the link holds {len(frame)}")
@@ -147,12 +165,11 @@ def encode_reply(
     verified: Verified = _UNVERIFIED,
 ) -> int:
     """Writes the header over rows that were computed into `reply_rows`, and returns the frame's bytes."""
-    rows, hidden = call.x.shape
-    body = rows * hidden * call.x.dtype.itemsize
+    x = call.x
+    (rows, hidden, _), body = call.sizes, x.nbytes
+    last = _NOTHING if verified == _UNVERIFIED else VERIFIED.pack(*verified[:-1])
     sizes = rows, hidden, 0, queue_ns, copy_wait_ns, compute_ns, verified.shadowed, body
-    HEADER.pack_into(
-        frame.memory, 0, MAGIC, REPLY, DTYPES[call.x.dtype], call.step, call.layer, *sizes, VERIFIED.pack(*verified[:-1])
-    )
+    HEADER.pack_into(frame.memory, 0, MAGIC, REPLY, DTYPES[x.dtype], call.step, call.layer, *sizes, last)
     return HEADER_BYTES + body
 
 
@@ -168,19 +185,28 @@ def encode_error(frame: FrameBuffer, step: int, layer: int, error: ForefetchErro
 
 def decode_reply(frame: FrameBuffer, size: int, call: LayerCall) -> LayerReply:
     """Reads the answer to `call`. Raises what an error frame carries, Mismatch if it answers another call."""
-    _, kind, code, step, layer, rows, hidden, _, queue_ns, copy_wait_ns, compute_ns, status, body, last = _header(frame, size)
-    if kind == ERROR:
+    header = _header(frame, size)
+    magic, kind, code, step, layer, rows, hidden, _, queue_ns, copy_wait_ns, compute_ns, status, body, last = header
+    key = magic, kind, code, rows, hidden, body, size, call.sizes, call.x.dtype
+    found = frame.accepted.get(key)
+    if found is None or step != call.step or layer != call.layer:
+        found = frame.accept(key, _reply_rows(frame, header, size, call))
+    return LayerReply(found, queue_ns, copy_wait_ns, compute_ns, 0, *VERIFIED.unpack(last), shadowed=status)
+
+
+def _reply_rows(frame: FrameBuffer, header: Header, size: int, call: LayerCall) -> Tensor:
+    """Checks all of a reply's header."""
+    magic, kind, code, step, layer, rows, hidden, _, _, _, _, status, body, _ = header
+    if magic == MAGIC and kind == ERROR:
         _check_body(size, body, HEADER_BYTES + body)
         raise _error(status, bytes(frame.memory[HEADER_BYTES : HEADER_BYTES + body]).decode(errors="replace"))
-    if kind != REPLY:
-        raise BadRequest("kind", f"expected {REPLY} (reply), got {kind}")
+    _check_kind(magic, kind, REPLY, "reply")
     dtype = _dtype(code)
-    expected = call.step, call.layer, *call.x.shape, call.x.dtype
+    expected = call.step, call.layer, *call.sizes[:2], call.x.dtype
     if (step, layer, rows, hidden, dtype) != expected:
         raise Mismatch(f"the worker answered step {step}, layer {layer}, {rows} rows x {hidden} {dtype}; asked was {expected}")
     _check_body(size, body, HEADER_BYTES + rows * hidden * dtype.itemsize)
-    times, found = (queue_ns, copy_wait_ns, compute_ns, 0), (*VERIFIED.unpack(last), status)
-    return LayerReply(frame.sections(rows, hidden, 0, dtype).x, *times, *found)
+    return frame.sections(rows, hidden, 0, dtype).x
 
 
 def peek(frame: FrameBuffer, size: int) -> tuple[int, int]:
@@ -191,18 +217,17 @@ def peek(frame: FrameBuffer, size: int) -> tuple[int, int]:
     return step, layer
 
 
-def _header(frame: FrameBuffer, size: int) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, bytes]:
+def _header(frame: FrameBuffer, size: int) -> Header:
     if size < HEADER_BYTES:
         raise BadRequest("frame", f"{size} bytes are less than a header of {HEADER_BYTES}")
-    header = HEADER.unpack_from(frame.memory)
-    if header[0] != MAGIC:
-        raise BadRequest("magic", f"expected {MAGIC:#x}, got {header[0]:#x}")
-    return header
+    return HEADER.unpack_from(frame.memory)
 
 
-def _trace(last: bytes) -> bytes:
-    trace = last[:_TRACE_BYTES]
-    return b"" if trace == _UNTRACED else trace
+def _check_kind(magic: int, kind: int, expected: int, name: str) -> None:
+    if magic != MAGIC:
+        raise BadRequest("magic", f"expected {MAGIC:#x}, got {magic:#x}")
+    if kind != expected:
+        raise BadRequest("kind", f"expected {expected} ({name}), got {kind}")
 
 
 def _dtype(code: int) -> torch.dtype:

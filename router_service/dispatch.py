@@ -95,11 +95,11 @@ class Dispatch:
     def _submit(self, worker: Worker, call: LayerCall, rows: torch.Tensor | None) -> None:
         link = worker.link
         assert link is not None
-        sent = Sent(worker, link, rows, len(call.x))
+        sent = Sent(worker, link, rows, call.sizes[0])
         self._guard(worker, lambda: link.submit(call))
         self._sent[-1].append(sent)
         worker.calls += 1
-        worker.pairs += len(call.pair_row)
+        worker.pairs += call.sizes[2]
 
     def add(self, out: torch.Tensor, layer: int, stamps: StepStamps) -> int:
         """Waits for the outstanding replies and adds their rows to out [T, H]. LinkDown when a worker is lost.

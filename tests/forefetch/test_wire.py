@@ -63,7 +63,7 @@ def test_request_round_trip(rows: int, hidden: int, pairs: int, dtype: torch.dty
 def test_reply_round_trip(dtype: torch.dtype, rows: int) -> None:
     call = a_call(rows, 5, 0, dtype)
     frame = FrameBuffer.allocate(wire.reply_bytes(rows, 5, dtype))
-    wire.reply_rows(frame, rows, 5, dtype).copy_(call.x * 2)
+    wire.reply_rows(frame, call).copy_(call.x * 2)
     verified = wire.Verified(4, 5, 6, 7, 2**40, 2**41, 2**42, 8)
     reply = wire.decode_reply(frame, wire.encode_reply(frame, call, 1, 2, 3, verified), call)
     assert torch.equal(reply.rows, call.x * 2)
@@ -95,7 +95,7 @@ def test_one_buffer_carries_frames_of_many_shapes() -> None:
                 back = wire.decode_request(frame, wire.encode_request(frame, call), wire.Shape(3, torch.float32, 40))
                 assert torch.equal(back.x, call.x)
                 assert torch.equal(back.pair_weight, call.pair_weight)
-                wire.reply_rows(reply, rows, 3, torch.float32).copy_(back.x)
+                wire.reply_rows(reply, call).copy_(back.x)
                 assert torch.equal(wire.decode_reply(reply, wire.encode_reply(reply, back, 0, 0, 0), call).rows, call.x)
 
 
@@ -154,7 +154,7 @@ def test_a_call_too_large_for_the_link_is_refused() -> None:
     with pytest.raises(BadRequest, match="rows"):
         wire.encode_request(FrameBuffer.allocate(200), call)
     with pytest.raises(BadRequest, match="rows"):
-        wire.reply_rows(FrameBuffer.allocate(100), 3, 5, torch.float32)
+        wire.reply_rows(FrameBuffer.allocate(100), call)
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(4, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)])
