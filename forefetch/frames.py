@@ -79,13 +79,19 @@ class FrameBuffer:
     def __len__(self) -> int:
         return self._size
 
-    def write(self, offset: int, size: int, tensor: Tensor) -> None:
-        """Copies a tensor's elements (`size` bytes) to `offset`, in order, from any device. ValueError if they do not fit."""
-        if tensor.nbytes != size or offset + size > self._size:
-            raise ValueError(f"{tensor.nbytes} bytes do not fit into {size} bytes at {offset} of {self._size}")
-        if not tensor.is_cpu or not tensor.is_contiguous():
-            tensor = tensor.to("cpu").contiguous()
-        _memmove(self._address + offset, tensor.data_ptr(), size)
+    def write(self, at: Layout, x: Tensor, row: Tensor, expert: Tensor, weight: Tensor) -> None:
+        """Copies a request's tensors to their places, elements in order; x from any device. ValueError if they do not fit."""
+        size, here = at.pair_bytes, self._address
+        if not (x.is_cpu and x.is_contiguous() and row.is_contiguous() and expert.is_contiguous() and weight.is_contiguous()):
+            x, row, expert, weight = (part.to("cpu").contiguous() for part in (x, row, expert, weight))
+        if x.nbytes != at.rows_bytes or row.nbytes != size or expert.nbytes != size or weight.nbytes != size:
+            raise ValueError(f"a call's tensors do not fit into {at}")
+        if at.end > self._size:
+            raise ValueError(f"{at.end} bytes do not fit into {self._size}")
+        _memmove(here + HEADER_BYTES, x.data_ptr(), at.rows_bytes)
+        _memmove(here + at.row, row.data_ptr(), size)
+        _memmove(here + at.expert, expert.data_ptr(), size)
+        _memmove(here + at.weight, weight.data_ptr(), size)
 
     def sections(self, rows: int, hidden: int, pairs: int, dtype: torch.dtype) -> Sections:
         """Views for these sizes. ValueError when they do not fit."""

@@ -109,16 +109,14 @@ def encode_request(frame: FrameBuffer, call: LayerCall) -> int:
     """Writes `call` and returns the frame's bytes. x may live on any device. BadRequest if it does not fit."""
     x = call.x
     (rows, hidden, pairs), dtype = call.sizes, x.dtype
-    row, expert, weight, size, rows_bytes, pair_bytes = layout(rows, hidden, pairs, dtype.itemsize)
+    at = layout(rows, hidden, pairs, dtype.itemsize)
+    size = at.end
     if size > len(frame):
         raise BadRequest("rows", f"a frame of {rows} rows and {pairs} pairs takes {size} bytes; the link holds {len(frame)}")
     sizes = rows, hidden, pairs, 0, 0, 0, 0, size - HEADER_BYTES
     trace = call.trace or _UNTRACED
     HEADER.pack_into(frame.memory, 0, MAGIC, REQUEST, DTYPES[dtype], call.step, call.layer, *sizes, trace)
-    frame.write(HEADER_BYTES, rows_bytes, x)
-    frame.write(row, pair_bytes, call.pair_row)
-    frame.write(expert, pair_bytes, call.pair_expert)
-    frame.write(weight, pair_bytes, call.pair_weight)
+    frame.write(at, x, call.pair_row, call.pair_expert, call.pair_weight)
     return size
 
 
@@ -191,7 +189,8 @@ def decode_reply(frame: FrameBuffer, size: int, call: LayerCall) -> LayerReply:
     found = frame.accepted.get(key)
     if found is None or step != call.step or layer != call.layer:
         found = frame.accept(key, _reply_rows(frame, header, size, call))
-    return LayerReply(found, queue_ns, copy_wait_ns, compute_ns, 0, *VERIFIED.unpack(last), shadowed=status)
+    times, counts = (queue_ns, copy_wait_ns, compute_ns, 0), (*VERIFIED.unpack(last), status)
+    return LayerReply(found, *times, *counts)
 
 
 def _reply_rows(frame: FrameBuffer, header: Header, size: int, call: LayerCall) -> Tensor:

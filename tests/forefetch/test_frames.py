@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from forefetch.errors import BadRequest
-from forefetch.frames import FrameBuffer
+from forefetch.frames import HEADER_BYTES, FrameBuffer, layout
 from forefetch.v1 import expert_pb2
 
 
@@ -39,16 +39,21 @@ def test_unusual_messages_are_read_and_broken_ones_refused() -> None:
 
 
 def test_tensors_are_written_in_order_from_anywhere_and_only_where_they_fit() -> None:
-    frame = FrameBuffer.allocate(200)
+    frame = FrameBuffer.allocate(500)
     matrix = torch.arange(12, dtype=torch.float32).view(3, 4)
-    for tensor in (matrix, matrix.t(), matrix[:, 1::2], matrix[:0], matrix.bfloat16()):
-        size = tensor.nbytes
-        frame.write(100, size, tensor)
-        assert frame.memory[100 : 100 + size] == bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
-    frame.write(152, 48, matrix)
-    for offset, size in ((153, 48), (300, 48), (100, 47), (100, 52)):
+    row, expert, weight = torch.arange(10).int()[::2], torch.arange(5, 10).int(), torch.rand(5)
+    for x in (matrix, matrix.t(), matrix[:, 1::2], matrix[:0], matrix.bfloat16()):
+        at = layout(*x.shape, 5, x.dtype.itemsize)
+        frame.write(at, x, row, expert, weight)
+        for tensor, offset in ((x, HEADER_BYTES), (row, at.row), (expert, at.expert), (weight, at.weight)):
+            written = frame.memory[offset : offset + tensor.nbytes]
+            assert written == bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
+    at = layout(3, 4, 5, 4)
+    for wrong in ((matrix[:2], row, expert, weight), (matrix, row[:4], expert, weight), (matrix, row, expert, weight.double())):
         with pytest.raises(ValueError, match="do not fit"):
-            frame.write(offset, size, matrix)
+            frame.write(at, *wrong)
+    with pytest.raises(ValueError, match="do not fit"):
+        FrameBuffer.allocate(at.end - 1).write(at, matrix, row, expert, weight)
 
 
 def test_views_that_do_not_fit_are_refused() -> None:

@@ -203,3 +203,37 @@ def test_a_truncated_reply_is_refused() -> None:
         wire.decode_reply(frame, size - 1, call)
     with pytest.raises(BadRequest, match="frame"):
         wire.decode_reply(frame, 50, call)
+
+
+def test_a_shape_once_read_is_still_checked_where_anything_differs() -> None:
+    """Decoders remember headers that were right; one that differs in any field but step and layer is looked at again."""
+    call = a_call()
+    frame = encoded(call)
+    assert decoded(frame, call).layer == 3
+    for offset in (0, 4, 6, 20, 24, 28, 60):
+        kept = bytes(frame.memory[:HEADER_BYTES])
+        poke(frame.memory, offset, "<H", 9)
+        for _ in range(2):
+            with pytest.raises((BadRequest, Mismatch)):
+                decoded(frame, call)
+        frame.memory[:HEADER_BYTES] = kept
+    with pytest.raises(BadRequest, match="body"):
+        decoded(frame, call, len(frame) - 1)
+    with pytest.raises(Mismatch, match="hidden"):
+        wire.decode_request(frame, len(frame), wire.Shape(6, torch.float32, 3))
+    poke(frame.memory, 16, "<I", 5)
+    assert decoded(frame, call).layer == 5
+
+
+def test_a_reply_of_a_known_shape_to_another_step_is_refused() -> None:
+    call = a_call()
+    frame = FrameBuffer.allocate(wire.reply_bytes(3, 5, torch.float32))
+    wire.decode_reply(frame, wire.encode_reply(frame, call, 0, 0, 0), call)
+    for other in (
+        dataclasses.replace(call, step=7),
+        dataclasses.replace(call, layer=7),
+        a_call(4),
+        a_call(dtype=torch.float16),
+    ):
+        with pytest.raises(Mismatch, match="asked was"):
+            wire.decode_reply(frame, wire.encode_reply(frame, call, 0, 0, 0), other)
