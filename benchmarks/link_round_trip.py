@@ -82,9 +82,9 @@ def serve() -> None:
 
 def a_call(rows: int) -> wire.LayerCall:
     pairs = rows * TOP_K
-    row = torch.arange(rows, dtype=torch.int32).repeat_interleave(TOP_K)
-    expert = torch.arange(pairs, dtype=torch.int32) % EXPERTS
-    return wire.LayerCall(1, 0, torch.randn(rows, HIDDEN).to(DTYPE), row, expert, torch.rand(pairs))
+    row = np.arange(rows, dtype=np.int32).repeat(TOP_K)
+    expert = np.arange(pairs, dtype=np.int32) % EXPERTS
+    return wire.LayerCall(1, 0, torch.randn(rows, HIDDEN).to(DTYPE), row, expert, np.random.rand(pairs).astype(np.float32))
 
 
 def through(link: client.Link, call: wire.LayerCall) -> Callable[[], None]:

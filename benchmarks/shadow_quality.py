@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,10 +47,10 @@ class TokenByToken:
     def send(self, batch: Any, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         """One token after the other."""
         experts, self._rows = self._of[layer], torch.empty_like(x)
-        row = torch.zeros(ids.shape[1], dtype=torch.int32)
+        row = np.zeros(ids.shape[1], np.int32)
         for token in range(len(x)):
             one = slice(token, token + 1)
-            call = LayerCall(token, layer, x[one], row, ids[token].int(), weights[token].float())
+            call = LayerCall(token, layer, x[one], row, ids[token].int().numpy(), weights[token].float().numpy())
             _, found = experts.forward(call, self._rows[one])
             self.needed += ids.shape[1]
             self.shadowed += found.shadowed

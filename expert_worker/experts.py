@@ -199,7 +199,7 @@ class Experts:
             slots = [self.shelf.place_of[number] for number in pairs.experts] if self.shelf else pairs.experts
             one.run(range(len(pairs.experts)), slots)
         else:
-            uses = uses_of(pairs.counts, len(call.x))
+            uses = uses_of(pairs.counts, call.sizes[0])
             with Visit(self.residency, (source, call.step, layer), pairs.experts, uses) as visit:
                 self._run_waves(one, pairs.experts, visit)
             waited, verified = visit.stall_ns, visit.verified()
@@ -217,14 +217,14 @@ class Experts:
 
     def _sort(self, call: LayerCall, layer: int) -> Pairs:
         """The call's pairs, experts as numbers. BadRequest for values that make no sense."""
-        row, expert, rows = call.pair_row.numpy(), call.pair_expert.numpy(), len(call.x)
+        row, expert, rows = call.pair_row, call.pair_expert, call.sizes[0]
         if row.size and row.view(np.uint32).max() >= rows:  # as unsigned, a negative index is too large as well
             raise BadRequest("pair_row", f"a row index is outside 0..{rows - 1}")
-        if not np.isfinite(call.pair_weight.numpy()).all():
+        if not np.isfinite(call.pair_weight).all():
             raise BadRequest("pair_weight", "a gate weight is not finite")
         number = self._number[layer].take(expert + 1, mode="clip")
         try:
-            return sort_pairs(row, number, call.pair_weight, rows, self._device)
+            return sort_pairs(row, number, torch.from_numpy(call.pair_weight), rows, self._device)
         except ValueError:  # a negative number; looking for one in every call would cost more
             raise self._not_here(call.layer, int(expert[number < 0][0])) from None
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from expert_worker.core import Core
@@ -123,7 +122,7 @@ def call_of(step: int, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> L
     """A lane's rows as a call: ids, weights [N, K]; places without a pair have id -1."""
     row, column = np.nonzero(ids.numpy() >= 0)
     expert, weight = ids.numpy()[row, column], weights.numpy()[row, column]
-    return LayerCall(step, layer, x, torch.from_numpy(row.astype(np.int32)), torch.from_numpy(expert), torch.from_numpy(weight))
+    return LayerCall(step, layer, x, row.astype(np.int32), expert, weight)
 
 
 def follow(core: Core, hello: expert_pb2.OpenLaneRequest, source: str) -> Following:

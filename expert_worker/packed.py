@@ -184,7 +184,7 @@ class PackedExperts:
         with self.alone():
             rows = self.run(call.layer, *(part.to(self._device) for part in (call.x, ids, weights)))
         out.copy_(rows)
-        return 0, Verified(resident=len(np.unique(call.pair_expert.numpy())))
+        return 0, Verified(resident=len(np.unique(call.pair_expert)))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -213,10 +213,10 @@ class PackedExperts:
 
 def dense(call: LayerCall, held: Sequence[int], top_k: int) -> tuple[Tensor, Tensor]:
     """A call's pairs -> ids int32, weights [N, K]; places without a pair have id -1. BadRequest for what makes no sense."""
-    row, expert, rows = call.pair_row.numpy(), call.pair_expert.numpy(), len(call.x)
+    row, expert, rows = call.pair_row, call.pair_expert, call.sizes[0]
     if row.size and row.view(np.uint32).max() >= rows:  # as unsigned, a negative index is too large as well
         raise BadRequest("pair_row", f"a row index is outside 0..{rows - 1}")
-    if not np.isfinite(call.pair_weight.numpy()).all():
+    if not np.isfinite(call.pair_weight).all():
         raise BadRequest("pair_weight", "a gate weight is not finite")
     missing = np.setdiff1d(expert, held)
     if missing.size:
@@ -229,5 +229,5 @@ def dense(call: LayerCall, held: Sequence[int], top_k: int) -> tuple[Tensor, Ten
     ids = np.full((rows, top_k), -1, dtype=np.int32)
     weights = np.zeros((rows, top_k), dtype=np.float32)
     ids[row[order], column] = expert[order]
-    weights[row[order], column] = call.pair_weight.numpy()[order]
+    weights[row[order], column] = call.pair_weight[order]
     return torch.from_numpy(ids), torch.from_numpy(weights)

@@ -6,12 +6,17 @@ import ctypes
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from forefetch.errors import BadRequest
 from forefetch.v1 import expert_pb2
+
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
 
 HEADER_BYTES = 96
 HEADROOM = 32
@@ -29,9 +34,9 @@ class Sections(NamedTuple):
     """Views of a frame's sections; of a reply, only `x` means something."""
 
     x: Tensor  # [N, H]
-    row: Tensor  # [P] int32
-    expert: Tensor  # [P] int32
-    weight: Tensor  # [P] float32
+    row: Ints  # [P]
+    expert: Ints  # [P]
+    weight: Floats  # [P]
 
 
 class Layout(NamedTuple):
@@ -79,19 +84,20 @@ class FrameBuffer:
     def __len__(self) -> int:
         return self._size
 
-    def write(self, at: Layout, x: Tensor, row: Tensor, expert: Tensor, weight: Tensor) -> None:
-        """Copies a request's tensors to their places, elements in order; x from any device. ValueError if they do not fit."""
-        size, here = at.pair_bytes, self._address
-        if not (x.is_cpu and x.is_contiguous() and row.is_contiguous() and expert.is_contiguous() and weight.is_contiguous()):
-            x, row, expert, weight = (part.to("cpu").contiguous() for part in (x, row, expert, weight))
-        if x.nbytes != at.rows_bytes or row.nbytes != size or expert.nbytes != size or weight.nbytes != size:
-            raise ValueError(f"a call's tensors do not fit into {at}")
-        if at.end > self._size:
-            raise ValueError(f"{at.end} bytes do not fit into {self._size}")
-        _memmove(here + HEADER_BYTES, x.data_ptr(), at.rows_bytes)
-        _memmove(here + at.row, row.data_ptr(), size)
-        _memmove(here + at.expert, expert.data_ptr(), size)
-        _memmove(here + at.weight, weight.data_ptr(), size)
+    def write(self, at: Layout, x: Tensor, row: Ints, expert: Ints, weight: Floats) -> None:
+        """Copies a request's parts to their places, elements in order; x from any device. ValueError if they do not fit."""
+        if at.end > self._size or x.nbytes != at.rows_bytes:
+            raise ValueError(f"{x.nbytes} bytes of rows do not fit into {at} of {self._size}")
+        if not x.is_cpu or not x.is_contiguous():
+            x = x.to("cpu").contiguous()
+        _memmove(self._address + HEADER_BYTES, x.data_ptr(), at.rows_bytes)
+        memory, size = self.memory, at.pair_bytes
+        try:
+            memory[at.row : at.row + size] = row.tobytes()
+            memory[at.expert : at.expert + size] = expert.tobytes()
+            memory[at.weight : at.weight + size] = weight.tobytes()
+        except ValueError:
+            raise ValueError(f"pairs of {row.nbytes}, {expert.nbytes}, {weight.nbytes} bytes do not fit into {at}") from None
 
     def sections(self, rows: int, hidden: int, pairs: int, dtype: torch.dtype) -> Sections:
         """Views for these sizes. ValueError when they do not fit."""
@@ -102,10 +108,10 @@ class FrameBuffer:
                 self._sections.clear()
             at = layout(rows, hidden, pairs, dtype.itemsize)
             found = self._sections[key] = Sections(
-                self._view(HEADER_BYTES, rows * hidden, dtype).view(rows, hidden),
-                self._view(at.row, pairs, torch.int32),
-                self._view(at.expert, pairs, torch.int32),
-                self._view(at.weight, pairs, torch.float32),
+                self._rows(rows, hidden, dtype),
+                np.frombuffer(self.memory, np.int32, pairs, at.row if pairs else 0),
+                np.frombuffer(self.memory, np.int32, pairs, at.expert if pairs else 0),
+                np.frombuffer(self.memory, np.float32, pairs, at.weight if pairs else 0),
             )
         return found
 
@@ -116,10 +122,10 @@ class FrameBuffer:
         self.accepted[key] = found
         return found
 
-    def _view(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        if count == 0:  # frombuffer refuses empty views
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
+    def _rows(self, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        if rows * hidden == 0:  # frombuffer refuses empty views
+            return torch.empty(rows, hidden, dtype=dtype)
+        return torch.frombuffer(self.memory, dtype=dtype, count=rows * hidden, offset=HEADER_BYTES).view(rows, hidden)
 
     def seal(self, size: int) -> bytes:
         """The ForwardRequest (or ForwardResponse: same layout) that carries this frame of `size` bytes.
@@ -127,7 +133,7 @@ class FrameBuffer:
         Protobuf's own classes would copy the frame twice on each side; a message of one `bytes` field is a tag, a length and
         the bytes.
         """
-        start, head = _heads(size)
+        start, head = _head(size)
         self._room[start:HEADROOM] = head
         return bytes(self._room[start : HEADROOM + size])
 
@@ -136,8 +142,12 @@ class FrameBuffer:
 
         It is copied, since a message is neither aligned nor writable.
         """
-        head = _head_of(len(message))
-        frame = memoryview(message)[len(head) :] if message.startswith(head) and head else _payload(message)
+        length = len(message)
+        start, head, size = _message(length)
+        if size <= self._size and head and message.startswith(head):
+            self._room[start : start + length] = message
+            return size
+        frame = _payload(message)
         size = len(frame)
         if size > self._size:
             raise BadRequest("frame", f"{size} bytes exceed the limit of {self._size}")
@@ -146,7 +156,7 @@ class FrameBuffer:
 
 
 @lru_cache(_KEPT)
-def _heads(size: int) -> tuple[int, bytes]:
+def _head(size: int) -> tuple[int, bytes]:
     """Where the head of a message with a frame of `size` bytes begins, and the head: field 1, length-delimited."""
     length, head = size, bytearray(b"\x0a")
     while length > 0x7F:
@@ -157,13 +167,16 @@ def _heads(size: int) -> tuple[int, bytes]:
 
 
 @lru_cache(_KEPT)
-def _head_of(length: int) -> bytes:
-    """The head that a message of `length` bytes has if it is one frame and nothing else; b"" when there can be no such head."""
+def _message(length: int) -> tuple[int, bytes, int]:
+    """Of a message of `length` bytes that is one frame and nothing else: where its head begins, the head, the frame's bytes.
+
+    b"" for the head when there can be no such message.
+    """
     for size in range(max(0, length - 11), length):
-        head = _heads(size)[1]
+        start, head = _head(size)
         if len(head) + size == length:
-            return head
-    return b""
+            return start, head, size
+    return 0, b"", 0
 
 
 def _payload(message: bytes) -> memoryview:

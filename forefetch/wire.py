@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forefetch.errors import BadRequest, ForefetchError, LinkDown, Mismatch
-from forefetch.frames import HEADER_BYTES, FrameBuffer, Sections, layout
+from forefetch.frames import HEADER_BYTES, Floats, FrameBuffer, Ints, Sections, layout
 
 MAGIC = 0x31524646  # "FFR1"
 REQUEST, REPLY, ERROR = 1, 2, 3
@@ -41,14 +41,14 @@ class LayerCall:
     step: int
     layer: int
     x: Tensor  # [N, H]
-    pair_row: Tensor  # [P] int32, index into x; the pairs are on the host
-    pair_expert: Tensor  # [P] int32, the model's expert index; the worker must hold it
-    pair_weight: Tensor  # [P] float32 gate weight
+    pair_row: Ints  # [P] int32, index into x
+    pair_expert: Ints  # [P] int32, the model's expert index; the worker must hold it
+    pair_weight: Floats  # [P] float32 gate weight
     trace: bytes = b""  # trace id 16, span id 8, flags 1; empty when the step is not sampled
     sizes: tuple[int, int, int] = field(init=False)  # N, H, P: torch is asked for them once
 
     def __post_init__(self) -> None:
-        self.sizes = (*self.x.shape, self.pair_row.shape[0])  # what is no matrix is refused later
+        self.sizes = (*self.x.shape, self.pair_row.size)  # what is no matrix is refused later
 
 
 class Verified(NamedTuple):
@@ -147,6 +147,12 @@ def _request_sections(
 
 def reply_rows(frame: FrameBuffer, call: LayerCall) -> Tensor:
     """Where the rows [N, H] of the reply to `call` belong. BadRequest when they do not fit."""
+    key = call.sizes, call.x.dtype
+    found: Tensor | None = frame.accepted.get(key)
+    return frame.accept(key, _place_of_rows(frame, call)) if found is None else found
+
+
+def _place_of_rows(frame: FrameBuffer, call: LayerCall) -> Tensor:
     (rows, hidden, _), dtype = call.sizes, call.x.dtype
     need = HEADER_BYTES + rows * hidden * dtype.itemsize
     if need > len(frame):
@@ -189,8 +195,7 @@ def decode_reply(frame: FrameBuffer, size: int, call: LayerCall) -> LayerReply:
     found = frame.accepted.get(key)
     if found is None or step != call.step or layer != call.layer:
         found = frame.accept(key, _reply_rows(frame, header, size, call))
-    times, counts = (queue_ns, copy_wait_ns, compute_ns, 0), (*VERIFIED.unpack(last), status)
-    return LayerReply(found, *times, *counts)
+    return LayerReply(found, queue_ns, copy_wait_ns, compute_ns, 0, *VERIFIED.unpack(last), status)  # type: ignore[call-arg]
 
 
 def _reply_rows(frame: FrameBuffer, header: Header, size: int, call: LayerCall) -> Tensor:

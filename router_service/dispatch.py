@@ -77,9 +77,9 @@ class Dispatch:
                 batch.step,
                 layer,
                 picked,
-                torch.from_numpy(pair_row.astype(np.int32)),
-                torch.from_numpy(host_ids[row, column].astype(np.int32)),
-                torch.from_numpy(host_weights[row, column]),
+                pair_row.astype(np.int32),
+                host_ids[row, column].astype(np.int32),
+                host_weights[row, column],
                 batch.trace,
             )
             self._submit(worker, call, index)

@@ -55,9 +55,7 @@ class Script:
 
 
 def a_call(step: int = 1) -> LayerCall:
-    return LayerCall(
-        step, 0, torch.randn(2, 4), torch.tensor([0], dtype=torch.int32), torch.tensor([1], dtype=torch.int32), torch.ones(1)
-    )
+    return LayerCall(step, 0, torch.randn(2, 4), np.zeros(1, np.int32), np.ones(1, np.int32), np.ones(1, np.float32))
 
 
 def answered(core: Core, call: LayerCall) -> wire.LayerReply:
@@ -133,7 +131,7 @@ def test_a_defect_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> No
 
 def test_a_reply_that_does_not_fit_the_link_is_refused() -> None:
     core = Core(INFO, Script())
-    call = LayerCall(1, 0, torch.randn(8, 4), *(torch.empty(0, dtype=d) for d in (torch.int32, torch.int32, torch.float32)))
+    call = LayerCall(1, 0, torch.randn(8, 4), np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32))
     request, reply = FrameBuffer.allocate(INFO.request_room(8)), FrameBuffer.allocate(200)
     size = core.answer(request, wire.encode_request(request, call), reply)
     with pytest.raises(BadRequest, match="rows"):

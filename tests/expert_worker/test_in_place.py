@@ -111,9 +111,9 @@ def test_calls_and_hints_over_a_wire() -> None:
             step,
             1,
             torch.randn(1, 64),
-            torch.zeros(2, dtype=torch.int32),
-            torch.tensor([3, 6], dtype=torch.int32),
-            torch.rand(2),
+            np.zeros(2, np.int32),
+            np.array([3, 6], np.int32),
+            np.random.rand(2).astype(np.float32),
         )
         named = np.array([3, 6], dtype=np.int32)
         assert few.hint(ExpertHint(step, 0, 1, 0, named, np.array([0.9, 0.8], np.float32), 10**6))

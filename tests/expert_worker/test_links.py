@@ -68,8 +68,8 @@ def test_a_refused_call_leaves_the_link_usable(kind: str, model: Model, worker: 
             link.submit(model.call(1000))
         check(link, model, model.call(3))
         for change, names in (
-            ({"pair_row": torch.tensor([0, 0, 1, 9], dtype=torch.int32)}, "pair_row"),
-            ({"pair_weight": torch.tensor([0.5, torch.nan, 0.5, 0.5])}, "pair_weight"),
+            ({"pair_row": np.array([0, 0, 1, 9], np.int32)}, "pair_row"),
+            ({"pair_weight": np.array([0.5, np.nan, 0.5, 0.5], np.float32)}, "pair_weight"),
         ):
             link.submit(dataclasses.replace(model.call(2), **change))
             with pytest.raises(BadRequest, match=names):
@@ -151,7 +151,7 @@ def refusals(link: client.Link, model: Model) -> None:
     for x in (call.x.bfloat16(), call.x[:, 1:]):
         with pytest.raises(Mismatch, match="rows are"):
             link.submit(dataclasses.replace(call, x=x))
-    for wrong in ({"layer": 99}, {"pair_expert": torch.full((4,), 99, dtype=torch.int32)}):
+    for wrong in ({"layer": 99}, {"pair_expert": np.full(4, 99, np.int32)}):
         link.submit(dataclasses.replace(call, **wrong))  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="not been collected"):
             link.submit(call)
@@ -315,7 +315,7 @@ def test_describe_stats_metrics_and_health(model: Model, worker: Process) -> Non
             for expert, pairs, old in zip(layer.experts, layer.pairs, was.pairs, strict=True)
             if pairs != old
         }
-        counts = torch.bincount(call.pair_expert)
+        counts = np.bincount(call.pair_expert)
         assert grown == {(call.layer, e): int(n) for e, n in enumerate(counts) if n}
         health = health_pb2_grpc.HealthStub(channel)
         for name in ("", server.SERVICE):

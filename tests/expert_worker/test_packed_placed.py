@@ -32,7 +32,7 @@ def call(layer: int, experts: list[int], seed: int) -> LayerCall:
     draw = torch.Generator().manual_seed(seed)
     row = torch.arange(5, dtype=torch.int32).repeat_interleave(len(experts))
     x, weight = torch.randn(5, 64, generator=draw), torch.rand(len(row), generator=draw)
-    return LayerCall(seed, layer, x, row, torch.tensor(experts * 5, dtype=torch.int32), weight)
+    return LayerCall(seed, layer, x, row.numpy(), np.array(experts * 5, np.int32), weight.numpy())
 
 
 def test_answers_equal_a_fixed_workers_while_experts_come_and_go() -> None:

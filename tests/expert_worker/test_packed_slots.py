@@ -39,7 +39,8 @@ def a_call(step: int, layer: int, rows: int) -> LayerCall:
     draw = torch.Generator().manual_seed(100 * step + layer)
     expert = torch.stack([torch.randperm(8, generator=draw)[:2] for _ in range(rows)]).flatten().int()
     row = torch.arange(rows, dtype=torch.int32).repeat_interleave(2)
-    return LayerCall(step, layer, torch.randn(rows, 64, generator=draw), row, expert, torch.rand(2 * rows, generator=draw))
+    x = torch.randn(rows, 64, generator=draw)
+    return LayerCall(step, layer, x, row.numpy(), expert.numpy(), torch.rand(2 * rows, generator=draw).numpy())
 
 
 @pytest.mark.parametrize("kind", ["float32", "int4"])

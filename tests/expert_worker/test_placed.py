@@ -57,7 +57,9 @@ def call(core: Core, layer: int, experts: list[int], seed: int = 0, rows: int = 
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, core.info.hidden_size, generator=draw)
     row = torch.arange(rows).repeat_interleave(len(experts)).int()
-    return LayerCall(seed, layer, x, row, torch.tensor(experts * rows).int(), torch.rand(len(row), generator=draw))
+    return LayerCall(
+        seed, layer, x, row.numpy(), np.array(experts * rows, np.int32), torch.rand(len(row), generator=draw).numpy()
+    )
 
 
 def answer(core: Core, asked: LayerCall) -> Tensor:

@@ -49,9 +49,10 @@ def call_of(spec: ModelSpec, step: int, layer: int, experts: list[int], rows: in
     """Every row needs every expert."""
     draw = torch.Generator().manual_seed(step * 100 + layer)
     pairs = rows * len(experts)
-    row = torch.arange(rows, dtype=torch.int32).repeat_interleave(len(experts))
-    expert = torch.tensor(experts, dtype=torch.int32).repeat(rows)
-    return LayerCall(step, layer, torch.randn(rows, spec.hidden_size, generator=draw), row, expert, torch.rand(pairs))
+    row = np.arange(rows, dtype=np.int32).repeat(len(experts))
+    expert = np.tile(np.array(experts, np.int32), rows)
+    x = torch.randn(rows, spec.hidden_size, generator=draw)
+    return LayerCall(step, layer, x, row, expert, np.random.rand(pairs).astype(np.float32))
 
 
 def a_hint(

@@ -40,7 +40,7 @@ def on_device(kind: type[PackedExperts], format: str, **slots: Any) -> PackedExp
 
 def a_call(step: int, layer: int, ids: Tensor, x: Tensor, weights: Tensor) -> LayerCall:
     row = torch.arange(len(x), dtype=torch.int32).repeat_interleave(2)
-    return LayerCall(step, layer, x, row, ids.flatten().int(), weights.flatten())
+    return LayerCall(step, layer, x, row.numpy(), ids.flatten().int().numpy(), weights.flatten().numpy())
 
 
 def drawn(rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

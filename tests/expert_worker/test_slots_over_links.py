@@ -67,7 +67,7 @@ def total(links: list[client.Link], call: LayerCall, draw: random.Random) -> Ten
     rows = torch.zeros_like(call.x)
     for link in links:
         held = link.info.layers[call.layer]
-        keep = torch.isin(call.pair_expert, torch.tensor(held))
+        keep = np.isin(call.pair_expert, held)
         part = LayerCall(
             call.step, call.layer, call.x, call.pair_row[keep], call.pair_expert[keep], call.pair_weight[keep], call.trace
         )

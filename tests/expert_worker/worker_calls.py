@@ -34,7 +34,7 @@ class Model:
         expert = torch.randint(self.spec.num_experts, (2 * rows,), generator=draw, dtype=torch.int32)
         row = torch.arange(rows, dtype=torch.int32).repeat_interleave(2)
         x = torch.randn(rows, self.spec.hidden_size, generator=draw)
-        return LayerCall(seed, layer, x, row, expert, torch.rand(2 * rows, generator=draw))
+        return LayerCall(seed, layer, x, row.numpy(), expert.numpy(), torch.rand(2 * rows, generator=draw).numpy())
 
     def answer(self, call: LayerCall) -> Tensor:
         self._local.submit(call)

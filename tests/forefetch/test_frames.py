@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,15 +42,20 @@ def test_unusual_messages_are_read_and_broken_ones_refused() -> None:
 def test_tensors_are_written_in_order_from_anywhere_and_only_where_they_fit() -> None:
     frame = FrameBuffer.allocate(500)
     matrix = torch.arange(12, dtype=torch.float32).view(3, 4)
-    row, expert, weight = torch.arange(10).int()[::2], torch.arange(5, 10).int(), torch.rand(5)
+    row, expert, weight = np.arange(10, dtype=np.int32)[::2], np.arange(5, 10, dtype=np.int32), np.ones(5, np.float32)
     for x in (matrix, matrix.t(), matrix[:, 1::2], matrix[:0], matrix.bfloat16()):
         at = layout(*x.shape, 5, x.dtype.itemsize)
         frame.write(at, x, row, expert, weight)
-        for tensor, offset in ((x, HEADER_BYTES), (row, at.row), (expert, at.expert), (weight, at.weight)):
-            written = frame.memory[offset : offset + tensor.nbytes]
-            assert written == bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
+        rows = bytes(x.contiguous().view(torch.uint8).flatten().tolist())
+        assert frame.memory[HEADER_BYTES : HEADER_BYTES + x.nbytes] == rows
+        for array, offset in ((row, at.row), (expert, at.expert), (weight, at.weight)):
+            assert frame.memory[offset : offset + array.nbytes] == array.tobytes()
     at = layout(3, 4, 5, 4)
-    for wrong in ((matrix[:2], row, expert, weight), (matrix, row[:4], expert, weight), (matrix, row, expert, weight.double())):
+    for wrong in (
+        (matrix[:2], row, expert, weight),
+        (matrix, row[:4], expert, weight),
+        (matrix, row, expert, weight.astype(np.float64)),
+    ):
         with pytest.raises(ValueError, match="do not fit"):
             frame.write(at, *wrong)
     with pytest.raises(ValueError, match="do not fit"):

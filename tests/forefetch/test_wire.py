@@ -3,7 +3,9 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,10 +22,10 @@ TRACES = [b"", bytes(range(25))]
 
 
 def a_call(rows: int = 3, hidden: int = 5, pairs: int = 4, dtype: torch.dtype = torch.float32, trace: bytes = b"") -> LayerCall:
-    row = torch.arange(pairs, dtype=torch.int32) % max(rows, 1)
-    expert = torch.arange(pairs, dtype=torch.int32) + 7
+    row = np.arange(pairs, dtype=np.int32) % max(rows, 1)
+    expert = np.arange(pairs, dtype=np.int32) + 7
     x = torch.randn(rows, hidden).to(dtype)
-    return LayerCall(2**40, 3, x, row, expert, torch.rand(pairs), trace)
+    return LayerCall(2**40, 3, x, row, expert, np.random.rand(pairs).astype(np.float32), trace)
 
 
 def encoded(call: LayerCall) -> FrameBuffer:
@@ -53,8 +55,9 @@ def test_request_round_trip(rows: int, hidden: int, pairs: int, dtype: torch.dty
     call = a_call(rows, hidden, pairs if rows else 0, dtype, trace)
     back = decoded(encoded(call), call)
     assert (back.step, back.layer, back.trace) == (call.step, call.layer, trace)
-    for name in ("x", "pair_row", "pair_expert", "pair_weight"):
-        assert torch.equal(getattr(back, name), getattr(call, name)), name
+    assert torch.equal(back.x, call.x)
+    for name in ("pair_row", "pair_expert", "pair_weight"):
+        assert np.array_equal(getattr(back, name), getattr(call, name)), name
         assert getattr(back, name).dtype == getattr(call, name).dtype
 
 
@@ -94,7 +97,7 @@ def test_one_buffer_carries_frames_of_many_shapes() -> None:
                 call = a_call(rows, 3, pairs)
                 back = wire.decode_request(frame, wire.encode_request(frame, call), wire.Shape(3, torch.float32, 40))
                 assert torch.equal(back.x, call.x)
-                assert torch.equal(back.pair_weight, call.pair_weight)
+                assert np.array_equal(back.pair_weight, call.pair_weight)
                 wire.reply_rows(reply, call).copy_(back.x)
                 assert torch.equal(wire.decode_reply(reply, wire.encode_reply(reply, back, 0, 0, 0), call).rows, call.x)
 
@@ -157,8 +160,8 @@ def test_a_call_too_large_for_the_link_is_refused() -> None:
         wire.reply_rows(FrameBuffer.allocate(100), call)
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(4, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)])
-def test_pairs_of_another_size_never_reach_the_wire(wrong: torch.Tensor) -> None:
+@pytest.mark.parametrize("wrong", [np.zeros(4, np.int64), np.zeros(3, np.int32)])
+def test_pairs_of_another_size_never_reach_the_wire(wrong: Any) -> None:
     call = dataclasses.replace(a_call(), pair_expert=wrong)
     with pytest.raises(ValueError, match="do not fit"):
         wire.encode_request(FrameBuffer.allocate(1000), call)
