@@ -4,7 +4,8 @@
 
 The worker is a process of its own with the real service and links; beside it serves a bare gRPC echo (generated stubs, one
 open bidirectional stream, the same bytes) as the yardstick, and a plain copy of the bytes there and back as the floor.
-Links take turns in short rounds, so that a disturbance of the machine meets all of them.
+Links take turns in short rounds, so that a disturbance of the machine meets all of them. Every round connects anew, the echo
+too: how fast a stream is depends on where the threads of both its ends come to run, by up to a factor of two.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from itertools import chain
 from queue import SimpleQueue
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
 import grpc
@@ -97,17 +100,19 @@ def through(link: client.Link, call: wire.LayerCall) -> Callable[[], None]:
     return once
 
 
-def bare_stream(address: str, call: wire.LayerCall) -> Callable[[], None]:
-    request = expert_pb2.ForwardRequest(frame=bytes(wire.request_bytes(*call.x.shape, len(call.pair_row), DTYPE)))
+@contextmanager
+def bare_stream(address: str, call: wire.LayerCall) -> Iterator[Callable[[], None]]:
+    request = expert_pb2.ForwardRequest(frame=bytes(wire.request_bytes(*call.sizes, DTYPE)))
     outbox: SimpleQueue[Any] = SimpleQueue()
-    stub = expert_pb2_grpc.ExpertServiceStub(rpc.channel(address))
-    replies = stub.Forward(iter(outbox.get, None))
+    with rpc.channel(address) as channel:
+        replies = expert_pb2_grpc.ExpertServiceStub(channel).Forward(iter(outbox.get, None))
 
-    def once() -> None:
-        outbox.put(request)
-        assert len(next(replies).frame)
+        def once() -> None:
+            outbox.put(request)
+            assert len(next(replies).frame)
 
-    return once
+        yield once
+        outbox.put(None)
 
 
 def copies(call: wire.LayerCall) -> Callable[[], None]:
@@ -120,41 +125,53 @@ def copies(call: wire.LayerCall) -> Callable[[], None]:
     return once
 
 
-def measure(cases: dict[str, Callable[[], None]], rounds: int, calls: int) -> dict[str, tuple[float, float]]:
-    """(p50, p99) in microseconds of each."""
-    times: dict[str, list[int]] = {name: [] for name in cases}
+@contextmanager
+def opened(ready: dict[str, str], call: wire.LayerCall) -> Iterator[dict[str, Callable[[], None]]]:
+    """What is measured, each with connections of its own."""
+    agreed: dict[str, Any] = {"digest": "echo", "hidden": HIDDEN, "dtype": DTYPE, "max_rows": MAX_ROWS}
+    cases = {"local": through(LocalLink(Core(INFO, Echo())), call)}
+    with ExitStack() as stack:
+        for kind in ("shm", "grpc") if shm.domain() else ("grpc",):
+            link = client.connect(ready["address"], link=kind, tls=None, timeout_s=10.0, **agreed)
+            cases[kind] = through(stack.enter_context(closing(link)), call)
+        cases["bare grpc echo"] = stack.enter_context(bare_stream(ready["bare"], call))
+        yield cases | {"copy there and back": copies(call)}
+
+
+def measure(ready: dict[str, str], call: wire.LayerCall, rounds: int, calls: int) -> dict[str, list[list[float]]]:
+    """Microseconds of each call, by case and round."""
+    times: dict[str, list[list[float]]] = {}
     for _ in range(rounds):
-        for name, once in cases.items():
-            for _ in range(calls // 4):
-                once()
-            for _ in range(calls):
-                began = time.perf_counter_ns()
-                once()
-                times[name].append(time.perf_counter_ns() - began)
-    cuts = {name: quantiles(values, n=100) for name, values in times.items()}
-    return {name: (cut[49] / 1e3, cut[98] / 1e3) for name, cut in cuts.items()}
+        with opened(ready, call) as cases:
+            for name, once in cases.items():
+                for _ in range(calls // 4):
+                    once()
+                times.setdefault(name, []).append([timed(once) for _ in range(calls)])
+    return times
+
+
+def timed(once: Callable[[], None]) -> float:
+    began = time.perf_counter_ns()
+    once()
+    return (time.perf_counter_ns() - began) / 1e3
 
 
 def run(ready: dict[str, str], rounds: int, calls: int) -> list[Row]:
-    links: dict[str, client.Link] = {"local": LocalLink(Core(INFO, Echo()))}
-    for kind in ("shm", "grpc") if shm.domain() else ("grpc",):
-        links[kind] = client.connect(
-            ready["address"], link=kind, digest="echo", hidden=HIDDEN, dtype=DTYPE, max_rows=MAX_ROWS, tls=None, timeout_s=10.0
-        )
     rows: list[Row] = []
     print(f"{HIDDEN} wide bf16, {TOP_K} pairs a row, us     p50      p99")
     for count in (1, 64):
-        call = a_call(count)
-        cases = {kind: through(link, call) for kind, link in links.items()}
-        cases |= {"bare grpc echo": bare_stream(ready["bare"], call), "copy there and back": copies(call)}
-        found = measure(cases, rounds, calls)
-        for name, (p50, p99) in found.items():
-            print(f"{count:3} rows  {name:22} {p50:8.1f} {p99:8.1f}")
+        found = measure(ready, a_call(count), rounds, calls)
+        for name, times in found.items():
+            cuts = quantiles(chain.from_iterable(times), n=100)
+            print(f"{count:3} rows  {name:22} {cuts[49]:8.1f} {cuts[98]:8.1f}")
             case = f"{count} rows x {HIDDEN} bf16, {name}"
-            rows += [Row("link_round_trip", case, "p50", p50, "us"), Row("link_round_trip", case, "p99", p99, "us")]
-        print(f"{count:3} rows  grpc is {found['grpc'][0] / found['bare grpc echo'][0]:.2f} x the bare echo")
-    for link in links.values():
-        link.close()
+            rows += [Row("link_round_trip", case, "p50", cuts[49], "us"), Row("link_round_trip", case, "p99", cuts[98], "us")]
+        links, bare = ([median(times) for times in found[name]] for name in ("grpc", "bare grpc echo"))
+        ratios = quantiles([link / echo for link, echo in zip(links, bare, strict=True)], n=4)
+        print(f"{count:3} rows  grpc over the bare echo, quartiles of rounds: " + " ".join(f"{ratio:.2f}" for ratio in ratios))
+        rows.append(
+            Row("link_round_trip", f"{count} rows x {HIDDEN} bf16, grpc over the bare echo", "p50 of rounds", ratios[1], "x")
+        )
     return rows
 
 
@@ -168,7 +185,7 @@ def main() -> None:
         serve()
     elif options.side == "measure":
         torch.set_num_threads(1)
-        rows = run(json.loads(options.ready), 2 if options.quick else 10, 100 if options.quick else 400)
+        rows = run(json.loads(options.ready), 4 if options.quick else 20, 100 if options.quick else 200)
         if not options.quick:
             append(rows)
     else:
