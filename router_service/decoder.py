@@ -111,6 +111,11 @@ class Decoder:
         """What attention gave [T, Hq D] -> its projection [T, H], or shares of it."""
         return few_rows(y, layer.o) if layer.o_bias is None else project(y, layer.o, layer.o_bias)
 
+    @staticmethod
+    def _choices(gate: Tensor, h: Tensor) -> Tensor:
+        """gate [E, H], normed rows h [T, H] -> logits of the experts [T, E]."""
+        return logits(h, gate)
+
     @property
     def _shapes(self) -> bool:
         """Whether the family does something to whole projections."""
@@ -134,7 +139,7 @@ class Decoder:
             mark(index, 2)
             mark(index, 3)
             return layer.dense(h)
-        choices = logits(h, layer.gate)
+        choices = self._choices(layer.gate, h)
         mark(index, 2)
         out = self.experts.route(index, h, choices)
         mark(index, 3)

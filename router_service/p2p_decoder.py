@@ -203,7 +203,7 @@ class LaneDecoder(Decoder):
             assert layer.dense is not None
             half.dense = layer.dense(half.h)
             return
-        half.call = self.experts.send(index, half.first, half.h, linear(half.h, layer.gate))
+        half.call = self.experts.send(index, half.first, half.h, self._choices(layer.gate, half.h))
         if layer.shared is not None and layer.shared_gate is not None:
             half.local = torch.sigmoid(linear(half.h, layer.shared_gate)) * layer.shared(half.h)
 

@@ -1,21 +1,213 @@
-"""A lane between two GPUs, in and out of order: halves, a worker that stalls, one that is killed in a step. `pytest -m
-multigpu`."""
+"""Lanes between two GPUs: their rows against one GPU's, bit for bit where sums are ordered alike; then out of order, a worker
+that stalls and one that is killed in a step. `pytest -m multigpu`.
+
+What is compared is what the head sees and what every gate saw, so that a step of 64 rows and one of 32 may be: cuBLAS cuts
+the head's product by the number of rows. Here the head is the identity, whose sums are exact in any order.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from forefetch.errors import LinkDown
 
 pytestmark = [
     pytest.mark.multigpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-MODEL, BATCH, CONTEXT = "synthetic:olmoe-1b-7b", 64, 256
+MODEL, BATCH, CONTEXT, FEW = "synthetic:olmoe-1b-7b", 64, 256, 4
+HALF = BATCH // 2
+U, U32 = 2.0**-8, 2.0**-24
+"""Unit roundoffs of bfloat16 and float32."""
+
+
+class Here:
+    """Experts on one GPU, evaluated as lanes evaluate them: each lane's pairs by their ids and weights, its sums rounded, and
+    those added in the lanes' order. owners [L, E]: lanes by place of the layer."""
+
+    def __init__(self, experts: Any, owners: Tensor, lanes: int) -> None:
+        self._experts, self._owners, self._lanes = experts, owners, lanes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._experts, name)
+
+    def settle(self, idle: Tensor) -> None:
+        """`run` counts."""
+
+    def chosen(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """ids, weights [T, K]."""
+        from forefetch.kernels.gate.triton import choose_into
+
+        spec = self._experts.spec
+        ids = torch.empty(len(logits), spec.top_k, dtype=torch.int32, device=logits.device)
+        weights = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+        choose_into(logits, ids, weights, spec.gate_rule, spec.renormalise)
+        return ids, weights
+
+    def parts(self, layer: int, x: Tensor, logits: Tensor) -> list[Tensor]:
+        """What each lane answers [T, H]."""
+        ids, weights = self.chosen(logits)
+        owner = self._owners[self._experts.layers[layer]][ids.long()]
+        return [self._experts.run(layer, x, ids.masked_fill(owner != lane, -1), weights).clone() for lane in range(self._lanes)]
+
+    def route(self, layer: int, x: Tensor, logits: Tensor) -> Tensor:
+        """See Resident."""
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for part in self.parts(layer, x, logits):
+            total += part.float()
+        return total.to(x.dtype)
+
+
+@dataclass
+class Bench:
+    """One rig and two workers on the other GPU, one with all experts and one with the second half. `gates` [L, rows, H]: what
+    the last step's gates saw."""
+
+    rig: Any
+    processes: dict[str, Any]
+    tables: dict[str, Any]
+    gates: Tensor
+
+    def step(self, model: Any, buffers: Any, rows: int) -> tuple[Tensor, Tensor]:
+        """What the head sees [rows, H] and the gates saw [L, rows, H], of the first `rows` requests."""
+        from benchmarks.p2p import logits_of
+
+        out = logits_of(self.rig, model, buffers, rows, CONTEXT, number=1)
+        return out, self.gates[:, :rows].clone()
+
+    def here(self, rows: int, experts: Any = None) -> tuple[Tensor, Tensor]:
+        """A recorded step on one GPU."""
+        from benchmarks.p2p import buffers_of
+        from router_service.captured import CapturedTrunk
+
+        buffers = buffers_of(rows, CONTEXT)
+        model = CapturedTrunk(self.rig.trunk, experts or self.rig.experts, buffers)
+        model.warm_up()
+        return self.step(model, buffers, rows)
+
+    def over(self, table: str, rows: int, parts: int = 1, patience_s: float = 5.0) -> tuple[Any, Any]:
+        """Recorded steps over lanes, and their buffers."""
+        from benchmarks.p2p import buffers_of, laned
+
+        buffers = buffers_of(rows, CONTEXT)
+        return laned(self.rig, self.tables[table], rows, parts, buffers, patience_s), buffers
+
+    def lanes_of(self, table: str) -> Here:
+        """The same division on one GPU."""
+        workers, moe = self.tables[table], list(self.rig.spec.moe_layers)
+        owners = torch.from_numpy(workers.owners[0][moe]).to(self.rig.device)
+        return Here(self.rig.experts, owners, len(workers.rows))
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    from benchmarks.p2p import prepared, table_of, worker_on
+
+    with worker_on("cuda:1", MODEL, "int4") as whole, worker_on("cuda:1", MODEL, "int4", spread=True) as half:
+        rig = prepared(MODEL, "int4", "bfloat16", BATCH, CONTEXT)
+        hidden, device = rig.spec.hidden_size, rig.device
+        rig.trunk.head = torch.eye(hidden, dtype=rig.dtype, device=device)
+        for process in (whole, half):
+            process.wait_ready(120.0)
+        tables = {"apart": table_of(rig, whole, "int4"), "spread": table_of(rig, half, "int4", spread=True)}
+        gates = torch.zeros(len(rig.spec.moe_layers), BATCH, hidden, dtype=rig.dtype, device=device)
+        with pytest.MonkeyPatch.context() as patch:
+            watch(patch, gates)
+            yield Bench(rig, {"apart": whole, "spread": half}, tables, gates)
+        for table in tables.values():
+            table.close()
+
+
+def watch(patch: pytest.MonkeyPatch, gates: Tensor) -> None:
+    """Steps that are recorded from now on leave there what their gates saw."""
+    from expert_worker.packed import PackedExperts
+    from router_service.p2p_decoder import LaneExperts
+
+    send = LaneExperts.send
+
+    def sent(self: Any, layer: int, first: int, x: Tensor, logits: Tensor) -> int:
+        gates[layer, first : first + len(x)].copy_(x)
+        return send(self, layer, first, x, logits)
+
+    def seen(route: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def routed(self: Any, layer: int, x: Tensor, logits: Tensor) -> Tensor:
+            gates[layer, : len(x)].copy_(x)
+            return route(self, layer, x, logits)
+
+        return routed
+
+    patch.setattr(LaneExperts, "send", sent)
+    patch.setattr(PackedExperts, "route", seen(PackedExperts.route))
+    patch.setattr(Here, "route", seen(Here.route))
+
+
+def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], what: str) -> None:
+    """Bit for bit. Says from which layer on it is not, and in how many rows."""
+    rows = len(expected[0])
+    apart = [int((a != b).any(1).sum()) for a, b in zip(found[1][:, :rows], expected[1], strict=True)]
+    apart.append(int((found[0][:rows] != expected[0]).any(1).sum()))
+    assert not any(apart), f"{what}: rows that differ at the gates, and behind them: {apart} of {rows}"
+
+
+def distance(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> list[float]:
+    """Relative, by layer and behind them: for people."""
+    pairs = [*zip(found[1].float(), expected[1].float(), strict=True), (found[0].float(), expected[0].float())]
+    return [round(float((a - b).norm() / b.norm()), 4) for a, b in pairs]
+
+
+def test_experts_on_both_are_two_shares_on_one(bench: Bench) -> None:
+    """Bit for bit; and a few rows, for which experts have another kernel."""
+    here = bench.lanes_of("spread")
+    for rows in (BATCH, FEW):
+        model, buffers = bench.over("spread", rows)
+        found = bench.step(model, buffers, rows)
+        same(found, bench.here(rows, here), f"{rows} rows")
+        model.close()
+        if rows == BATCH:
+            plain = bench.here(rows)
+            few = bench.here(HALF)
+            print("spread against one GPU, by layer:", distance(found, plain), flush=True)
+            half = plain[0][:HALF], plain[1][:, :HALF]
+            print("one GPU's 32 rows against its 64:", distance(few, half), flush=True)
+
+
+@torch.inference_mode()
+def test_two_shares_of_a_layer_are_the_whole_but_for_rounding(bench: Bench) -> None:
+    """|two - one| <= u (|a| + |b| + |two| + |one|) + 2 K u32 sum |pairs|: a, b, their sum and the whole are each rounded once
+    from float32, and float32 sums of K pairs are off by K roundings at most."""
+    here, experts, spec = bench.lanes_of("spread"), bench.rig.experts, bench.rig.spec
+    _, gates = bench.here(BATCH)
+    for layer, x in zip(spec.moe_layers, gates, strict=True):
+        logits = x @ bench.rig.trunk.layers[layer].gate.t()
+        one, two = experts.route(layer, x, logits).float(), here.route(layer, x, logits).float()
+        ids, weights = here.chosen(logits)
+        lone = [ids.masked_fill(torch.arange(spec.top_k, device=ids.device) != k, -1) for k in range(spec.top_k)]
+        terms = sum(experts.run(layer, x, k, weights).float().abs() for k in lone)
+        sizes = sum(part.float().abs() for part in (*here.parts(layer, x, logits), one, two))
+        bound = (1 + 2 * U) * (U * sizes + 2 * spec.top_k * U32 * terms)
+        assert ((two - one).abs() <= bound).all(), f"layer {layer}"
+        ids[:, -1] = -1
+        lost = experts.run(layer, x, ids, weights).float()
+        assert ((lost - one).abs() > bound).any(1).all(), "the bound would not see a lost pair"
+
+
+def test_experts_apart_are_one_gpus(bench: Bench) -> None:
+    """In one part and in halves, each of which is a step of its own; a few rows, whose choice one GPU's kernel for so few makes
+    itself, as one lane here."""
+    plain, few = bench.here(BATCH), bench.here(FEW, bench.lanes_of("apart"))
+    for rows, expected in ((BATCH, plain), (FEW, few)):
+        model, buffers = bench.over("apart", rows)
+        same(bench.step(model, buffers, rows), expected, f"{rows} rows in one part")
+        model.close()
 
 
 def until(condition: Any, timeout: float = 20.0) -> None:
@@ -25,54 +217,44 @@ def until(condition: Any, timeout: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_lane_between_two_gpus() -> None:
-    """One rig for all of it: weights and recorded steps take their time."""
-    from benchmarks.p2p import buffers_of, laned, logits_of, prepared, table_of, worker_on
-    from forefetch.errors import LinkDown
+def test_halves_stalls_and_a_killed_worker(bench: Bench) -> None:
+    """The last test: its worker is gone afterwards."""
+    process, half = bench.processes["apart"], bench.here(HALF)
+    model, buffers = bench.over("apart", BATCH, parts=2, patience_s=1.0)
 
-    with worker_on("cuda:1", MODEL, "int4") as process:
-        rig = prepared(MODEL, "int4", "bfloat16", BATCH, CONTEXT)
-        process.wait_ready(120.0)
-        workers = table_of(rig, process, "int4")
+    def step() -> tuple[Tensor, Tensor]:
+        return bench.step(model, buffers, BATCH)
 
-        def step(model: Any, buffers: Any, rows: int) -> torch.Tensor:
-            return logits_of(rig, model, buffers, rows, CONTEXT, number=1)
+    whole = step()
+    same(whole, half, "a half is a step of its own")
+    same(step(), whole, "again")
 
-        plain_buffers, buffers = buffers_of(BATCH // 2, CONTEXT), buffers_of(BATCH, CONTEXT)
-        plain = rig.recorded(plain_buffers)
-        half = step(plain, plain_buffers, BATCH // 2)
-        model = laned(rig, workers, BATCH, 2, buffers, patience_s=1.0)
-        whole = step(model, buffers, BATCH)
-        assert torch.equal(whole[: BATCH // 2], half), "a half is a step of its own, bit for bit"
-        assert torch.equal(step(model, buffers, BATCH), whole)
+    process.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(LinkDown, match="no signal within 1 s"):
+        step()
+    print(f"stalled: {time.monotonic() - began:.2f} s", flush=True)
+    assert time.monotonic() - began < 2.0
+    process.signal(signal.SIGCONT)
+    began = time.monotonic()
+    until(model._up)
+    print(f"up again: {time.monotonic() - began:.2f} s", flush=True)
+    same(step(), whole, "after the stall")
 
-        process.signal(signal.SIGSTOP)
-        began = time.monotonic()
-        with pytest.raises(LinkDown, match="no signal within 1 s"):
-            step(model, buffers, BATCH)
-        print(f"stalled: {time.monotonic() - began:.2f} s", flush=True)
-        assert time.monotonic() - began < 2.0
-        process.signal(signal.SIGCONT)
-        began = time.monotonic()
-        until(model._up)
-        print(f"up again: {time.monotonic() - began:.2f} s", flush=True)
-        assert torch.equal(step(model, buffers, BATCH), whole)
+    steps, killed = list[Any](), list[float]()
 
-        steps, killed = list[torch.Tensor](), list[float]()
+    def kill() -> None:
+        killed.append(time.monotonic())
+        process.signal(signal.SIGKILL)
 
-        def kill() -> None:
-            killed.append(time.monotonic())
-            process.signal(signal.SIGKILL)
+    def go_on() -> None:
+        while True:
+            steps.append(step())
 
-        def go_on() -> None:
-            while True:
-                steps.append(step(model, buffers, BATCH))
-
-        threading.Timer(0.3, kill).start()
-        with pytest.raises(LinkDown):
-            go_on()
-        print(f"killed after {len(steps)} steps, noticed in {time.monotonic() - killed[0]:.3f} s", flush=True)
-        assert steps
-        assert torch.equal(step(plain, plain_buffers, BATCH // 2), half), "the router's GPU goes on"
-        model.close()
-        workers.close()
+    threading.Timer(0.3, kill).start()
+    with pytest.raises(LinkDown):
+        go_on()
+    print(f"killed after {len(steps)} steps, noticed in {time.monotonic() - killed[0]:.3f} s", flush=True)
+    assert steps
+    same(bench.here(HALF), half, "the router's GPU goes on")
+    model.close()
