@@ -38,14 +38,20 @@ class ClusterConfig(Config):
     )
     gpus: str = setting(
         "",
-        """GPUs of this node by number, as 0,1: the router computes on the first, each of the others has a worker, and recorded
-        steps cross between their memories (link p2p) where GPUs reach one another's. Instead of --workers and --device.""",
+        """GPUs of this node by number, as 0,1: the router computes on the first, each of the others has a worker, every one holds
+        a part of the experts (see --apart), and recorded steps cross between their memories (link p2p) where GPUs reach one
+        another's. Instead of --workers and --device.""",
     )
     spread: bool = setting(
         False,
-        """The router's process holds a part of the experts too, on its own device, as large a one as each worker's: with --gpus
-        0,1 half of them. It evaluates its part while the workers evaluate theirs, so that every GPU reads fewer weights in a
-        step, for as much less room for K and V on the router's.""",
+        """The router's process holds a part of the experts too, on its own device, as large a one as each worker's, and evaluates
+        it while the workers evaluate theirs. With --gpus that is so anyway, see --apart.""",
+    )
+    apart: bool = setting(
+        False,
+        """With --gpus: no experts on the router's GPU. Otherwise every GPU holds as large a part, with --gpus 0,1 half of them, and
+        reads fewer weights in a step, which is faster, for as much less room for K and V on the router's. So it is anyway where
+        --slots leaves experts in host memory, with --placement, and over other links than p2p.""",
     )
     kv_format: str = setting(
         "auto",
@@ -122,6 +128,8 @@ class ClusterConfig(Config):
             raise ConfigError("--planned: not with --placement, --link local or --gpus")
         if self.spread and (self.planned or self.placement or self.link == "local"):
             raise ConfigError("--spread: not with --planned, --placement or --link local")
+        if self.apart and (self.spread or not self.gpus):
+            raise ConfigError("--apart: only with --gpus, and not with --spread")
         for name, port in (("--port", self.port), ("--metrics-port", self.metrics_port)):
             if not 0 <= port <= 65535:
                 raise ConfigError(f"{name}: must be within 0 and 65535")
@@ -135,7 +143,7 @@ class ClusterConfig(Config):
         return tuple(map(int, parts))
 
     def resolved(self) -> ClusterConfig:
-        """With --gpus spelled out: how many workers there are, and over which link."""
+        """With --gpus spelled out: how many workers there are, over which link, and whether the router holds experts."""
         gpus = self.gpu_numbers
         if not gpus:
             return self
@@ -143,7 +151,9 @@ class ClusterConfig(Config):
             raise ConfigError("--gpus and --device: --gpus says where everything computes")
         if self.link == "local":
             raise ConfigError("--gpus and --link local: local has everything on one GPU, named by --device")
-        return replace(self, workers=len(gpus) - 1, link="p2p" if self.link == "auto" else self.link)
+        link = "p2p" if self.link == "auto" else self.link
+        usual = link == "p2p" and self.slots == "100%" and not self.placement  # lanes carry no experts that come and go
+        return replace(self, workers=len(gpus) - 1, link=link, spread=self.spread or (usual and not self.apart))
 
     @property
     def shards(self) -> int:

@@ -100,6 +100,7 @@ def services() -> dict[str, Any]:
         "expert": pods(
             "expert",
             mode=one_of("pods", "sidecars", "processes", "local"),
+            apart=FLAG,
             shards=whole(1, 256),
             replicas=whole(1),
             planned=strict(enabled=FLAG, workers=whole(1), leaveSeconds=whole(0)),

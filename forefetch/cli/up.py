@@ -24,8 +24,8 @@ EPILOG = """\
 Examples:
   forefetch up --model models/reference
   forefetch up --model /models/Qwen3-30B-A3B --workers 4 --device cuda --slots 25% --metrics-port 9100
-  forefetch up --model /models/Qwen3-30B-A3B --gpus 0,1       router on GPU 0, all experts on GPU 1
-  forefetch up --model /models/Qwen3-30B-A3B --gpus 0,1 --spread     half of the experts on either
+  forefetch up --model /models/Qwen3-30B-A3B --gpus 0,1       router on GPU 0, half of the experts on either
+  forefetch up --model /models/Qwen3-30B-A3B --gpus 0,1 --apart     all experts on GPU 1: slower, more room for K and V
   forefetch up --model models/reference --link local --no-kv      one process, no wire
 
 Ctrl-C stops it: running requests get 30 s to finish, a second Ctrl-C ends them."""
@@ -92,6 +92,7 @@ def program() -> str:
 def _say_ready(cluster: Cluster) -> None:
     config = cluster.config
     workers = f"{config.workers} expert workers" if cluster.worker_names else "experts in the router"
+    workers += " and a share of the experts in the router" if config.spread else ""
     print(f"Forefetch serves {config.model} at {cluster.address} ({workers}{', KV service' if config.kv else ''}).")
     if config.metrics_port:
         print(f"Metrics: http://127.0.0.1:{config.metrics_port}/metrics")

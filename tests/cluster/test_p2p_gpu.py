@@ -33,7 +33,7 @@ def cluster_of(**changes: Any) -> Cluster:
     return Cluster.start(config, extra=Extra(router=FLAGS, worker=FLOAT32))
 
 
-WAYS = {"one GPU": {"link": "local", "device": "cuda:0"}, "apart": {"gpus": "0,1"}, "spread": {"gpus": "0,1", "spread": True}}
+WAYS = {"one GPU": {"link": "local", "device": "cuda:0"}, "apart": {"gpus": "0,1", "apart": True}, "spread": {"gpus": "0,1"}}
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,11 @@ def started_by(args: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
     assert (config.inherit, config.kv) == (True, False)
     yield (
         "router_service",
-        {"device": config.device_of(0), "link": config.link, "workers": "127.0.0.1:1", "drain_s": str(config.drain_s)},
+        {
+            **{"device": config.device_of(0), "link": config.link, "drain_s": str(config.drain_s)},
+            "workers": "local,127.0.0.1:1" if config.spread else "127.0.0.1:1",
+        },
     )
-    for shard in range(config.workers):
-        yield "expert_worker", {"device": config.device_of(shard + 1), "shard": str(shard), "shards": str(config.workers)}
+    for place in range(1, config.workers + 1):
+        part = {"shard": str(place - 1 + config.spread), "shards": str(config.shards)}
+        yield "expert_worker", {"device": config.device_of(place), **part}

@@ -68,7 +68,7 @@ def test_sidecars_share_memory_with_the_router_and_outlive_it() -> None:
 
 
 def test_processes_share_a_container_and_see_every_gpu() -> None:
-    """What the container is told makes a router and seven workers whose own settings are the chart's."""
+    """What the container is told makes a router and seven workers whose own settings are the chart's; each of the eight holds a part of the experts."""
     objects = manifests(values_of("eight-gpus"))
     spec = dict(pods(objects))["demo-forefetch-router"]
     (container,) = spec["containers"]
@@ -78,11 +78,16 @@ def test_processes_share_a_container_and_see_every_gpu() -> None:
     found = list(configs(objects))
     router = next(config for service, config in found if service == "router_service")
     workers = [config for service, config in found if service == "expert_worker"]
-    assert (router.max_batch, router.kv_memory_mb, router.link, router.device) == (128, 65536, "p2p", "cuda:0")
+    assert (router.max_batch, router.kv_memory_mb, router.link, router.device) == (128, 49152, "p2p", "cuda:0")
+    assert router.addresses()[0] == "local"
     assert router.kv
     assert router.health_listen
-    assert [(worker.device, worker.shard, worker.shards) for worker in workers] == [(f"cuda:{n + 1}", n, 7) for n in range(7)]
+    assert [(worker.device, worker.shard, worker.shards) for worker in workers] == [(f"cuda:{n}", n, 8) for n in range(1, 8)]
     assert {worker.model for worker in workers} == {router.model}
+    for change in ({"apart": True}, {"settings": {"slots": "50%"}}):
+        found = list(configs(manifests({**values_of("eight-gpus"), "expert": {"mode": "processes", **change}})))
+        workers = [config for service, config in found if service == "expert_worker"]
+        assert [(worker.shard, worker.shards) for worker in workers] == [(n, 7) for n in range(7)], change
 
 
 def test_callers_need_a_token_where_there_is_a_secret() -> None:

@@ -266,26 +266,38 @@ def test_bad_settings_are_named(change: dict[str, object], message: str, stand_i
 
 
 def test_gpus_by_number_make_workers_on_their_own(config: ClusterConfig) -> None:
+    """And every GPU holds a part of the experts, the router's the first."""
     with Cluster.start(ClusterConfig(model=config.model, port=0, kv=False, gpus="2,0,5")) as cluster:
         assert list(cluster.processes) == ["worker-0", "worker-1", "router"]
-        assert "--device=cuda:1" in loading_line(cluster.processes["worker-0"])
-        assert "--device=cuda:2" in loading_line(cluster.processes["worker-1"])
+        for place, worker in enumerate(cluster.worker_names, 1):
+            assert f"--device=cuda:{place}" in loading_line(cluster.processes[worker])
+            assert f"--shard={place} --shards=3" in loading_line(cluster.processes[worker])
         line = loading_line(cluster.processes["router"])
         assert "--device=cuda:0" in line
         assert "--link=p2p" in line
+        assert f"--workers=local,{cluster.processes['worker-0'].address},{cluster.processes['worker-1'].address}" in line
+        assert "--slots=100%" in line
     assert cluster.config.visible(None) == {"CUDA_VISIBLE_DEVICES": "2,0,5"}
     assert cluster.config.visible("GPU-a,GPU-b,3,4,5,6") == {"CUDA_VISIBLE_DEVICES": "3,GPU-a,6"}
     with pytest.raises(ConfigError, match="2 are visible"):
         cluster.config.visible("0,1")
 
 
-def test_experts_can_be_spread_over_the_routers_gpu_too(config: ClusterConfig) -> None:
-    with Cluster.start(ClusterConfig(model=config.model, port=0, kv=False, gpus="0,1", spread=True)) as cluster:
-        assert "--shard=1 --shards=2" in loading_line(cluster.processes["worker-0"])
+def test_the_routers_gpu_may_hold_no_experts(config: ClusterConfig) -> None:
+    with Cluster.start(ClusterConfig(model=config.model, port=0, kv=False, gpus="0,1", apart=True)) as cluster:
+        assert "--shard=0 --shards=1" in loading_line(cluster.processes["worker-0"])
         line = loading_line(cluster.processes["router"])
-        assert f"--workers=local,{cluster.processes['worker-0'].address}" in line
-        assert "--slots=100%" in line
+        assert f"--workers={cluster.processes['worker-0'].address}" in line
         assert "--link=p2p" in line
+    for changes in ({"slots": "50%"}, {"link": "shm"}, {"placement": "x"}):
+        assert not replace(config, gpus="0,1", **changes).resolved().spread, changes  # type: ignore[arg-type]
+    for changes in ({}, {"gpus": "0,1", "spread": True}):
+        with pytest.raises(ConfigError, match="--apart"):
+            replace(config, apart=True, **changes).validate()  # type: ignore[arg-type]
+
+
+def test_a_part_of_the_experts_can_be_with_the_router_over_any_link(config: ClusterConfig) -> None:
+    assert replace(config, spread=True).resolved().shards == config.workers + 1
     for changes in ({"placement": "x"}, {"link": "local"}, {"planned": True}):
         with pytest.raises(ConfigError, match="--spread"):
             replace(config, spread=True, **changes).validate()  # type: ignore[arg-type]
