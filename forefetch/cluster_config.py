@@ -38,19 +38,19 @@ class ClusterConfig(Config):
     )
     gpus: str = setting(
         "",
-        """GPUs of this node by number, as 0,1: the router computes on the first, each of the others has a worker, every one holds
-        a part of the experts (see --apart), and recorded steps cross between their memories (link p2p) where GPUs reach one
+        """GPUs of this node by number, as 0,1: the router computes on the first, each of the others has a worker, each holds a
+        part of the experts (see --apart), and recorded steps cross between their memories (link p2p) where GPUs reach one
         another's. Instead of --workers and --device.""",
     )
     spread: bool = setting(
         False,
-        """The router's process holds a part of the experts too, on its own device, as large a one as each worker's, and evaluates
-        it while the workers evaluate theirs. With --gpus that is so anyway, see --apart.""",
+        """The router's process holds a part of the experts too, on its own device, as large a one as each worker's, and
+        evaluates it while the workers evaluate theirs. With --gpus that is so anyway, see --apart.""",
     )
     apart: bool = setting(
         False,
-        """With --gpus: no experts on the router's GPU. Otherwise every GPU holds as large a part, with --gpus 0,1 half of them, and
-        reads fewer weights in a step, which is faster, for as much less room for K and V on the router's. So it is anyway where
+        """With --gpus: no experts on the router's GPU. Otherwise every GPU holds as large a part, with --gpus 0,1 half, and reads
+        fewer weights in a step, which is faster, for as much less room for K and V on the router's. None are there anyway where
         --slots leaves experts in host memory, with --placement, and over other links than p2p.""",
     )
     kv_format: str = setting(

@@ -85,14 +85,18 @@ class Bench:
         return out, self.gates[:, :rows].clone()
 
     def here(self, rows: int, experts: Any = None) -> tuple[Tensor, Tensor]:
-        """A recorded step on one GPU."""
+        """A step on one GPU."""
+        return self.step(*self.recorded(rows, experts), rows)
+
+    def recorded(self, rows: int, experts: Any = None) -> tuple[Any, Any]:
+        """Recorded steps on one GPU, and their buffers."""
         from benchmarks.p2p import buffers_of
         from router_service.captured import CapturedTrunk
 
         buffers = buffers_of(rows, CONTEXT)
         model = CapturedTrunk(self.rig.trunk, experts or self.rig.experts, buffers)
         model.warm_up()
-        return self.step(model, buffers, rows)
+        return model, buffers
 
     def over(self, table: str, rows: int, parts: int = 1, patience_s: float = 5.0) -> tuple[Any, Any]:
         """Recorded steps over lanes, and their buffers."""
@@ -219,7 +223,8 @@ def until(condition: Any, timeout: float = 20.0) -> None:
 
 def test_halves_stalls_and_a_killed_worker(bench: Bench) -> None:
     """The last test: its worker is gone afterwards."""
-    process, half = bench.processes["apart"], bench.here(HALF)
+    process, (plain, few) = bench.processes["apart"], bench.recorded(HALF)
+    half = bench.step(plain, few, HALF)
     model, buffers = bench.over("apart", BATCH, parts=2, patience_s=1.0)
 
     def step() -> tuple[Tensor, Tensor]:
@@ -256,5 +261,5 @@ def test_halves_stalls_and_a_killed_worker(bench: Bench) -> None:
         go_on()
     print(f"killed after {len(steps)} steps, noticed in {time.monotonic() - killed[0]:.3f} s", flush=True)
     assert steps
-    same(bench.here(HALF), half, "the router's GPU goes on")
+    same(bench.step(plain, few, HALF), half, "the router's GPU goes on")
     model.close()
