@@ -49,8 +49,8 @@ class ClusterConfig(Config):
     )
     apart: bool = setting(
         False,
-        """With --gpus: no experts on the router's GPU. Otherwise every GPU holds as large a part, with --gpus 0,1 half, and reads
-        fewer weights in a step, which is faster, for as much less room for K and V on the router's. None are there anyway where
+        """With --gpus: no experts on the router's GPU. Otherwise every GPU holds as large a part, with --gpus 0,1 half, so
+        that each reads fewer weights in a step, for as much less room for K and V on the router's. None are there anyway where
         --slots leaves experts in host memory, with --placement, and over other links than p2p.""",
     )
     kv_format: str = setting(
