@@ -3,8 +3,9 @@
 A decode step reads the trunk once, the K and V of every stream, and the weights of every expert that some row chose; what does
 not wait in a device slot crosses PCIe first. Each of these is bytes over a bandwidth; to them come a fixed time per layer
 (launches, chains of latencies) and, with workers, a round trip per MoE layer. Terms add up, but for copies that hints started
-early: those overlap everything else, which is the best that hints can do. Halves of a batch that take turns (link p2p, large
-batches) hide up to all of the round trips; that is not in it.
+early: those overlap everything else, which is the best that hints can do. Over link p2p the router's device holds as large a
+part of the experts as each worker's, if all fit into devices. Where it holds none (`apart`), halves of a large batch that take
+turns hide up to all of the round trips; that is not in it.
 
 Assumptions, all on the safe side: routing is even (real routing is skewed, so fewer experts are touched and, unless `missed`
 says how many, more of those are resident), and nothing else is hidden behind anything.
@@ -13,7 +14,7 @@ says how many, more of those are resident), and nothing else is hidden behind an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forefetch.errors import ConfigError
 from forefetch.spec import ModelSpec
@@ -82,7 +83,8 @@ HARDWARE = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """What shall run. workers: 0 keeps the experts in the router's device. slots: share of experts resident; None: what fits.
+    """What shall run. workers: 0 keeps the experts in the router's device. apart: over link p2p it holds none. slots: share of
+    experts resident; None: what fits.
 
     missed: share of the experts a layer needs that are in no slot, as measured; None: of even routing, the worst there is.
     recall: share of these that hints named in time; 0: no hints, every miss is waited for."""
@@ -94,6 +96,7 @@ class Wanted:
     trunk_format: str = "stored"
     workers: int = 0
     link: str = "local"
+    apart: bool = False
     slots: float | None = None
     missed: float | None = None
     recall: float = 0.0
@@ -119,6 +122,8 @@ class Wanted:
             raise ConfigError(f"--link {self.link}: needs --workers")
         if self.workers and self.link == "local":
             raise ConfigError("--workers: need a --link other than local")
+        if self.apart and self.link != "p2p":
+            raise ConfigError("--apart: only with --link p2p")
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,8 @@ class Fit:
     """Where everything lies. Bytes, per device; `problem` says, with the arithmetic, why it does not fit."""
 
     router: float
-    worker: float  # slots of one worker; the router's own with workers 0
+    shares: int  # devices that hold experts: the workers', and the router's where it holds some
+    worker: float  # slots of one of them
     slots: int  # in all
     per_layer: float  # slots per MoE layer
     host: float  # of experts that wait in host memory, all workers
@@ -182,20 +188,30 @@ class Fit:
 
 
 def fit(spec: ModelSpec, wanted: Wanted, hardware: Hardware) -> Fit:
-    """Trunk and KV first; what is left, or what workers have, goes to expert slots."""
+    """Trunk and KV first; what is left, or what workers have, goes to expert slots. Over link p2p a part lies beside the trunk,
+    unless that leaves some experts on no device, which lanes do not carry."""
+    if wanted.link == "p2p" and not wanted.apart and wanted.slots in (None, 1):
+        found = _fit(spec, replace(wanted, slots=1.0), hardware, beside=True)
+        if found.fits:
+            return found
+    return _fit(spec, wanted, hardware, beside=not wanted.workers)
+
+
+def _fit(spec: ModelSpec, wanted: Wanted, hardware: Hardware, beside: bool) -> Fit:
+    """beside: a part of the experts lies beside the trunk."""
     size, memory = sizes(spec, wanted, hardware.dtype), (hardware.memory_gib - RESERVE_GIB) * GIB
-    kv = wanted.batch * size.kv_stream
+    kv, shares = wanted.batch * size.kv_stream, wanted.workers + beside
     room = memory * wanted.workers if wanted.workers else memory - size.trunk - kv
     total = size.experts
     slots = total if wanted.slots is None else max(1, int(total * wanted.slots))
     if wanted.slots is None:
         slots = min(total, max(0, int(room // size.expert)))
-    held = slots * size.expert / max(1, wanted.workers)
-    router = size.trunk + kv + (0 if wanted.workers else held)
-    spare = memory - size.trunk - (0 if wanted.workers else held)
+    held = slots * size.expert / shares
+    router = size.trunk + kv + beside * held
+    spare = memory - size.trunk - beside * held
     host = 0.0 if slots == total else total * size.expert
     place = (max(0, int(spare // size.kv_stream)), _problem(size, kv, router, held, memory, slots))
-    return Fit(router, held, slots, slots / len(spec.moe_layers), host, *place)
+    return Fit(router, shares, held, slots, slots / len(spec.moe_layers), host, *place)
 
 
 def _problem(size: Sizes, kv: float, router: float, held: float, memory: float, slots: int) -> str:
@@ -234,17 +250,17 @@ class Speed:
 def speed(spec: ModelSpec, wanted: Wanted, hardware: Hardware, placed: Fit) -> Speed:
     """How long a step takes once it fits."""
     size, moe = sizes(spec, wanted, hardware.dtype), len(spec.moe_layers)
-    workers, per_ms = max(1, wanted.workers), hardware.hbm_gbs * 1e6  # bytes of a millisecond
+    per_ms = hardware.hbm_gbs * 1e6  # bytes of a millisecond
     distinct = moe * touched(spec, wanted.batch)
     terms = {
         "trunk weights": size.step / per_ms,
         "KV": wanted.batch * size.kv_stream / per_ms,
-        "expert weights": distinct * size.expert / workers / per_ms,
+        "expert weights": distinct * size.expert / placed.shares / per_ms,
         "layers": spec.layers * hardware.layer_us / 1e3,
         "link": moe * hardware.link_us[wanted.link] / 1e3,
     }
     away = 1 - placed.slots / size.experts
     missing = distinct * (away if wanted.missed is None or not away else wanted.missed)
-    copies = missing * size.expert / workers / (hardware.pcie_gbs * 1e6)
+    copies = missing * size.expert / placed.shares / (hardware.pcie_gbs * 1e6)
     hidden = min(copies * wanted.recall, sum(terms.values()))
     return Speed({**terms, "expert copies": copies - hidden})

@@ -27,7 +27,7 @@ def chart_values(spec: ModelSpec, wanted: Wanted, placed: Fit, *, model: str, gp
         own += placed.host
     elif mode == "processes":
         router |= stored
-        expert |= {"settings": {"slots": slots}}
+        expert |= {"apart": placed.shares == wanted.workers, "settings": {"slots": slots}}
         gpus, own = {"gpus": wanted.workers + 1}, own + wanted.workers * each
     else:
         router |= {"link": wanted.link, **stored}

@@ -56,6 +56,7 @@ def add_parser(commands: Any) -> None:
         "--workers", type=int, default=0, metavar="N", help="expert workers, each with a device; 0: in the router"
     )
     work.add_argument("--link", metavar="NAME", help="how they are reached: p2p, shm, grpc (default: shm)")
+    work.add_argument("--apart", action="store_true", help="with --link p2p: no experts on the router's device")
     work.add_argument("--slots", metavar="N%", help="share of the experts that is resident (default: what fits)")
     work.add_argument(
         "--missed",
@@ -118,6 +119,7 @@ def _wanted(args: argparse.Namespace, spec: ModelSpec, hardware: Hardware) -> Wa
         trunk_format=args.trunk_format,
         workers=args.workers,
         link=args.link or ("shm" if args.workers else "local"),
+        apart=args.apart,
         slots=None if args.slots is None else _share(args.slots, "--slots"),
         missed=None if args.missed is None else _share(args.missed, "--missed"),
         recall=args.recall,
@@ -159,6 +161,7 @@ def _show(
     detail = f"{wanted.batch} streams x {wanted.context} tokens, {wanted.kv_format}; room for {placed.max_batch}"
     table.add_row("KV", gib(wanted.batch * size.kv_stream), detail)
     where = f"on each of {wanted.workers} workers" if wanted.workers else "beside the trunk"
+    where += " and beside the trunk" if placed.shares > wanted.workers > 0 else ""
     detail = f"{placed.slots} of {size.experts} experts, {placed.per_layer:.1f} per layer, {where}"
     table.add_row("slots", gib(placed.worker), detail)
     table.add_row("host memory", gib(placed.host), "experts that wait" if placed.host else "nothing waits there")

@@ -68,7 +68,7 @@ def test_sidecars_share_memory_with_the_router_and_outlive_it() -> None:
 
 
 def test_processes_share_a_container_and_see_every_gpu() -> None:
-    """What the container is told makes a router and seven workers with the chart's own settings, each with a part of the experts."""
+    """What the container is told makes a router and seven workers with the chart's settings, each with its part of experts."""
     objects = manifests(values_of("eight-gpus"))
     spec = dict(pods(objects))["demo-forefetch-router"]
     (container,) = spec["containers"]
