@@ -16,9 +16,9 @@ from time import perf_counter
 import numpy as np
 
 from benchmarks.results import Row, append
+from forefetch.answers import Token
 from forefetch.client import Client
 from forefetch.cluster import Cluster, ClusterConfig, Extra
-from forefetch.messages import Token
 
 
 @dataclass

@@ -27,9 +27,9 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from forefetch import messages, rpc
+from forefetch.answers import Completion, Event, Finish, Options, Prompt, Session, StepTimings, Token, Usage
 from forefetch.attempts import Attempts
 from forefetch.errors import ForefetchError, Unavailable
-from forefetch.messages import Completion, Event, Finish, Options, Prompt, Session, StepTimings, Token, Usage
 from forefetch.telemetry import context
 from forefetch.v1 import router_pb2, router_pb2_grpc
 

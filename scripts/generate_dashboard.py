@@ -45,7 +45,8 @@ def share(part: str, *parts: str) -> str:
 
 
 FIRST, PER_TOKEN = "gen_ai_server_time_to_first_token_seconds", "gen_ai_server_time_per_output_token_seconds"
-STEP, CALLS = "forefetch_router_step_duration_seconds", "forefetch_router_worker_calls_total"
+STEP, STEPS = "forefetch_router_step_duration_seconds", "forefetch_router_steps_total"
+CALLS = "forefetch_router_worker_calls_total"
 FOUND = "forefetch_expert_found_total"
 HITS, MISSES = "forefetch_kv_hits_total", "forefetch_kv_misses_total"
 
@@ -74,10 +75,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Running and waiting",
             "short",
             "Requests in the batch, and in the queue before it.",
-            (
-                ("running", f"sum(forefetch_router_running{{{R}}})"),
-                ("waiting", f"sum(forefetch_router_waiting{{{R}}})"),
-            ),
+            (("running", f"sum(forefetch_router_running{{{R}}})"), ("waiting", f"sum(forefetch_router_waiting{{{R}}})")),
         ),
         Panel(
             "Tokens",
@@ -100,13 +98,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Parts of a step",
             "s",
             "Mean step, by disjoint part: what is large here is what to work on.",
-            (
-                (
-                    "{{part}}",
-                    f"{rate('forefetch_router_step_part_seconds_total', 'part')}"
-                    f" / on () group_left () {rate('forefetch_router_steps_total')}",
-                ),
-            ),
+            (("{{part}}", f"{rate('forefetch_router_step_part_seconds_total', 'part')} / on () group_left () {rate(STEPS)}"),),
             stacked=True,
         ),
         Panel(
@@ -119,10 +111,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Steps, and those run again",
             "short",
             "A step is run again when a worker was lost half-way.",
-            (
-                ("steps", rate("forefetch_router_steps_total")),
-                ("run again", rate("forefetch_router_replayed_steps_total")),
-            ),
+            (("steps", rate(STEPS)), ("run again", rate("forefetch_router_replayed_steps_total"))),
         ),
     ),
     "Experts": (
@@ -130,12 +119,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Call to a worker, by hop",
             "s",
             "Mean layer call: round trip at the router; queue, copy wait, compute at the worker. The rest is the link.",
-            (
-                (
-                    "{{part}}",
-                    f"{rate('forefetch_router_worker_seconds_total', 'part')} / on () group_left () {rate(CALLS)}",
-                ),
-            ),
+            (("{{part}}", f"{rate('forefetch_router_worker_seconds_total', 'part')} / on () group_left () {rate(CALLS)}"),),
         ),
         Panel(
             "Pairs to each worker",
@@ -190,10 +174,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Copied and wasted bytes",
             "Bps",
             "Into fast memory, and of those what left it unused. Much waste: hints name too many.",
-            (
-                ("copied", rate("forefetch_expert_copied_bytes_total")),
-                ("wasted", rate("forefetch_expert_wasted_bytes_total")),
-            ),
+            (("copied", rate("forefetch_expert_copied_bytes_total")), ("wasted", rate("forefetch_expert_wasted_bytes_total"))),
         ),
         Panel(
             "Waiting for copies",
@@ -229,10 +210,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Memory",
             "bytes",
             "Blocks held, and the budget.",
-            (
-                ("held", f"sum(forefetch_kv_bytes{{{R}}})"),
-                ("budget", f"sum(forefetch_kv_budget_bytes{{{R}}})"),
-            ),
+            (("held", f"sum(forefetch_kv_bytes{{{R}}})"), ("budget", f"sum(forefetch_kv_budget_bytes{{{R}}})")),
         ),
         Panel(
             "Hand-over",
@@ -251,14 +229,9 @@ ROWS: dict[str, tuple[Panel, ...]] = {
 def panel(number: int, made: Panel, x: int, y: int) -> dict[str, Any]:
     """Grafana's form of a panel."""
     heat = made.kind == "heatmap"
+    form = "heatmap" if heat else "time_series"
     targets = [
-        {
-            "refId": chr(65 + index),
-            "datasource": SOURCE,
-            "expr": expression,
-            "legendFormat": legend,
-            "format": "heatmap" if heat else "time_series",
-        }
+        {"refId": chr(65 + index), "datasource": SOURCE, "expr": expression, "legendFormat": legend, "format": form}
         for index, (legend, expression) in enumerate(made.lines)
     ]
     custom = {"fillOpacity": 30 if made.stacked else 5, "stacking": {"mode": "normal" if made.stacked else "none"}}
@@ -271,9 +244,7 @@ def panel(number: int, made: Panel, x: int, y: int) -> dict[str, Any]:
         "gridPos": {"x": x, "y": y, "w": WIDTH, "h": HEIGHT},
         "targets": targets,
         "fieldConfig": {"defaults": {"unit": made.unit, "min": 0, "custom": {} if heat else custom}, "overrides": []},
-        "options": {"calculate": False, "color": {"mode": "scheme", "scheme": "Oranges"}}
-        if heat
-        else {"tooltip": {"mode": "multi"}},
+        "options": {"calculate": False, "color": {"mode": "scheme", "scheme": "Oranges"}} if heat else TOOLTIP,
     }
 
 

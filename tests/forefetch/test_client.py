@@ -16,7 +16,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
-from forefetch import Client, SyncClient, errors, messages, rpc
+from forefetch import Client, SyncClient, answers, errors, messages, rpc
 from forefetch.client import Completion, Finish, StepTimings, Token, Usage
 from forefetch.v1 import router_pb2, router_pb2_grpc
 
@@ -192,7 +192,7 @@ def test_options_reach_their_fields(kind: str, router: tuple[FakeRouter, str]) -
 
 
 def test_every_option_has_a_field() -> None:
-    assert messages._FIELDS.keys() == messages.Options.__annotations__.keys()
+    assert messages._FIELDS.keys() == answers.Options.__annotations__.keys()
 
 
 def test_an_unknown_option_is_a_type_error() -> None:
