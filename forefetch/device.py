@@ -1,4 +1,4 @@
-"""Where and in what type a service computes: the meaning of "auto", in one place."""
+"""Where and in what type a service computes: the meaning of "auto", in one place. And how host numbers get there."""
 
 from __future__ import annotations
 
@@ -24,3 +24,8 @@ def place(device: str, dtype: str, stored: str) -> tuple[torch.device, torch.dty
         raise ConfigError(f"--device {name}: there are {torch.cuda.device_count()} such devices here")
     automatic = "float32" if chosen.type == "cpu" else stored
     return chosen, getattr(torch, automatic if dtype == "auto" else dtype)
+
+
+def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`values` from the host on `device`. A GPU is not waited for: they pass pinned memory, in its stream's order."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)

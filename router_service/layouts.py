@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from forefetch.device import upload
 from forefetch.kernels.attention import ChunkPlan, fill_blocks
 from forefetch.kernels.attention.chunks import BLOCK
 from router_service.batch import PrefillRows, StepBatch, StepBuffers, chunk_rows
@@ -108,6 +109,4 @@ class LayoutBuffers(StepBuffers):
         )
 
     def _picks(self, picks: list[int]) -> torch.Tensor:
-        """On the device, without waiting for it."""
-        rows = torch.tensor(picks, dtype=torch.int64, pin_memory=self._rows.is_cuda)
-        return rows.to(self._rows.device, non_blocking=True)
+        return upload(torch.tensor(picks, dtype=torch.int64), self._rows.device)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forefetch.device import upload
 from forefetch.kernels.argmax import argmax
 from router_service.admission import SamplingParams
 
@@ -123,12 +124,13 @@ def _attempt(logits: Tensor, params: Sequence[SamplingParams], positions: Sequen
     most = min(max((params[row].top_logprobs or 0 for row in asking), default=0), logits.shape[1])
     settled = torch.ones_like(ids, dtype=torch.bool)
     if drawing:
-        rows, knobs = _on(torch.tensor(drawing), logits), _on(_knobs(drawing, params, positions), logits)
+        rows = upload(torch.tensor(drawing), logits.device)
+        knobs = upload(_knobs(drawing, params, positions), logits.device)
         top_k_only = all(params[row].top_k for row in drawing)
         ids[rows], settled[rows] = _draw(logits[rows].float(), knobs, width, needs_whole=not top_k_only)
     tables: list[Tensor] = []
     if asking:
-        rows = _on(torch.tensor(asking), logits)
+        rows = upload(torch.tensor(asking), logits.device)
         table, known = _logprobs(logits[rows].float(), ids[rows], most, width)
         settled[rows] &= known
         tables.append(table.flatten())
@@ -140,11 +142,6 @@ def _knobs(rows: list[int], params: Sequence[SamplingParams], positions: Sequenc
     """What `_draw` needs of each row, on the host."""
     chosen = [(params[row], uniform(params[row].seed, positions[row])) for row in rows]
     return torch.tensor([(p.temperature, p.top_k, p.top_p, p.min_p, chance) for p, chance in chosen], dtype=torch.float64)
-
-
-def _on(values: Tensor, like: Tensor) -> Tensor:
-    """`values` from the host on the device of `like`, without waiting for it."""
-    return (values.pin_memory() if like.is_cuda else values).to(like.device, non_blocking=True)
 
 
 def _unpack(flat: list[float], params: Sequence[SamplingParams], attempt: _Attempt) -> Sampled:

@@ -24,6 +24,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from forefetch.device import upload
 from forefetch.kernels.attention import ChunkPlan, Rows, plan_chunks, sealed_chunks
 from forefetch.kernels.attention.sealed import SealedKv, SealedPlan
 from forefetch.kernels.kv_codec import KvFormat, move_tails, seal_tails
@@ -185,7 +186,7 @@ class SealedCache:
         """(lane, page number, whether it is a request's first), without waiting for the device: the step that is launched next
         must not be held up."""
         table = [(lane, page, self.format.sinks * first) for lane, page, first in due]
-        there = torch.tensor(table, dtype=torch.int32, pin_memory=self.pages.is_cuda).to(self.pages.device, non_blocking=True)
+        there = upload(torch.tensor(table, dtype=torch.int32), self.pages.device)
         if self._void is not None:
             there = torch.where(self._void != 0, self._nothing, there)
         seal_tails(self.tails, self.pages, there, self.format)

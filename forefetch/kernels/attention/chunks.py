@@ -34,7 +34,7 @@ def prefill_chunks(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ChunkPlan, s
     if q.is_cuda:
         from forefetch.kernels.attention import triton_chunks
 
-        return triton_chunks.prefill_chunks(q, k_pool, v_pool, plan, scale)
+        return triton_chunks.prefill_chunks(q, k_pool, v_pool, plan.blocks, plan.tables, scale, most_rows=BLOCK)
     from forefetch.kernels.attention.cpu import prefill
 
     out = torch.zeros_like(q)

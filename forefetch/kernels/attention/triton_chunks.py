@@ -9,24 +9,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forefetch.kernels.attention.chunks import BLOCK, ChunkPlan
 
-
-def prefill_chunks(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ChunkPlan, scale: float) -> Tensor:
-    """See `chunks`. ValueError for shapes and types that do not fit."""
+def prefill_chunks(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, blocks: Tensor, tables: Tensor, scale: float, *, most_rows: int
+) -> Tensor:
+    """See `chunks`, whose plan has `blocks` of at most `most_rows` rows and `tables`. ValueError for shapes and types that do
+    not fit."""
     (_, heads, dim), (kv_heads, _, page, _) = q.shape, k_pool.shape
     if k_pool.shape != v_pool.shape or k_pool.shape[3] != dim or heads % kv_heads or k_pool.stride() != v_pool.stride():
         raise ValueError(f"queries {tuple(q.shape)} do not fit pools {tuple(k_pool.shape)} and {tuple(v_pool.shape)}")
-    if any(t.dtype != torch.int32 or not t.is_contiguous() for t in (plan.blocks, plan.tables)):
+    if any(t.dtype != torch.int32 or not t.is_contiguous() for t in (blocks, tables)):
         raise ValueError("blocks and tables must be contiguous int32")
     if any(t.stride(-1) != 1 for t in (q, k_pool, v_pool)):
         raise ValueError("the last dimension must be contiguous")
     out = torch.empty_like(q)
     small = q.dtype.itemsize > 2  # float32 tiles of the same shape would not fit shared memory
-    _chunks[(len(plan.blocks), heads)](
-        *(q, k_pool, v_pool, out, plan.blocks, plan.tables, scale * math.log2(math.e)),
-        *(q.stride(0), q.stride(1), out.stride(0), out.stride(1), *k_pool.stride()[:3], plan.tables.shape[1]),
-        *(heads // kv_heads, dim, max(16, triton.next_power_of_2(dim)), page, BLOCK, 32 if small else 64),
+    _chunks[(len(blocks), heads)](
+        *(q, k_pool, v_pool, out, blocks, tables, scale * math.log2(math.e)),
+        *(q.stride(0), q.stride(1), out.stride(0), out.stride(1), *k_pool.stride()[:3], tables.shape[1]),
+        *(heads // kv_heads, dim, max(16, triton.next_power_of_2(dim)), page, most_rows, 32 if small else 64),
         num_warps=4,
         num_stages=2,
     )

@@ -38,7 +38,8 @@ def test_mixtures(chunks: list[tuple[int, int]], heads: int, kv_heads: int, dim:
     total, scale = sum(rows for _, rows in chunks), dim**-0.5
     q = queries(total + 2, heads, dim, dtype)  # two rows of padding
     plan = plan_of(chunks, pool, device)
-    found = triton_chunks.prefill_chunks(q.to(device), pool.k.to(device), pool.v.to(device), plan, scale).cpu()
+    there = (q.to(device), pool.k.to(device), pool.v.to(device), plan.blocks, plan.tables)
+    found = triton_chunks.prefill_chunks(*there, scale, most_rows=BLOCK).cpu()
     slow = prefill_chunks(q, pool.k, pool.v, plan_of(chunks, pool, "cpu"), scale)
     first = 0
     for (start, rows), pages in zip(chunks, pool.pages, strict=True):
@@ -62,7 +63,7 @@ def test_wrong_types_are_refused() -> None:
     plan = plan_of([(0, 5)], pool, "cpu")
 
     def run(q: Tensor, plan: ChunkPlan) -> None:
-        triton_chunks.prefill_chunks(q, pool.k, pool.v, plan, 1.0)
+        triton_chunks.prefill_chunks(q, pool.k, pool.v, plan.blocks, plan.tables, 1.0, most_rows=BLOCK)
 
     with pytest.raises(ValueError, match="do not fit"):
         run(queries(5, 2, 24), plan)
