@@ -96,7 +96,7 @@ class KvServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Put(self, request_iterator, context):
-        """Takes sealed blocks. Chunks of a block follow each other; the last says so. Idempotent: the same bytes again are
+        """Takes sealed blocks. Parts of a block follow each other; the last says so. Idempotent: the same bytes again are
         fine, different bytes under one key are refused and counted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -111,7 +111,7 @@ class KvServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Streams blocks back in the order asked, in chunks of at most 1 MiB. Stops at the first block it does not hold.
+        """Streams blocks back in the order asked, in messages of one to two MiB. Stops at the first block it does not hold.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,13 +38,13 @@ class KvServiceStub:
     Describe: _grpc.UnaryUnaryMultiCallable[_kv_pb2.KvServiceDescribeRequest, _kv_pb2.KvServiceDescribeResponse]
     """Says what it is and how much it may hold. Routers call it to notice restarts."""
     Put: _grpc.StreamUnaryMultiCallable[_kv_pb2.PutRequest, _kv_pb2.PutResponse]
-    """Takes sealed blocks. Chunks of a block follow each other; the last says so. Idempotent: the same bytes again are
+    """Takes sealed blocks. Parts of a block follow each other; the last says so. Idempotent: the same bytes again are
     fine, different bytes under one key are refused and counted.
     """
     LookUp: _grpc.UnaryUnaryMultiCallable[_kv_pb2.LookUpRequest, _kv_pb2.LookUpResponse]
     """Of a chain of keys, how many from the first on are held: the longest contiguous prefix. Or which is the last held."""
     Get: _grpc.UnaryStreamMultiCallable[_kv_pb2.GetRequest, _kv_pb2.GetResponse]
-    """Streams blocks back in the order asked, in chunks of at most 1 MiB. Stops at the first block it does not hold."""
+    """Streams blocks back in the order asked, in messages of one to two MiB. Stops at the first block it does not hold."""
     AppendSession: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AppendSessionRequest, _kv_pb2.AppendSessionResponse]
     """Appends to the logs of sessions, many in one call; routers call it in the background, once per few steps. What is
     acknowledged as APPENDED survives a kill of either side. Safe to repeat.
@@ -72,13 +72,13 @@ class KvServiceAsyncStub(KvServiceStub):
     Describe: _aio.UnaryUnaryMultiCallable[_kv_pb2.KvServiceDescribeRequest, _kv_pb2.KvServiceDescribeResponse]  # type: ignore[assignment]
     """Says what it is and how much it may hold. Routers call it to notice restarts."""
     Put: _aio.StreamUnaryMultiCallable[_kv_pb2.PutRequest, _kv_pb2.PutResponse]  # type: ignore[assignment]
-    """Takes sealed blocks. Chunks of a block follow each other; the last says so. Idempotent: the same bytes again are
+    """Takes sealed blocks. Parts of a block follow each other; the last says so. Idempotent: the same bytes again are
     fine, different bytes under one key are refused and counted.
     """
     LookUp: _aio.UnaryUnaryMultiCallable[_kv_pb2.LookUpRequest, _kv_pb2.LookUpResponse]  # type: ignore[assignment]
     """Of a chain of keys, how many from the first on are held: the longest contiguous prefix. Or which is the last held."""
     Get: _aio.UnaryStreamMultiCallable[_kv_pb2.GetRequest, _kv_pb2.GetResponse]  # type: ignore[assignment]
-    """Streams blocks back in the order asked, in chunks of at most 1 MiB. Stops at the first block it does not hold."""
+    """Streams blocks back in the order asked, in messages of one to two MiB. Stops at the first block it does not hold."""
     AppendSession: _aio.UnaryUnaryMultiCallable[_kv_pb2.AppendSessionRequest, _kv_pb2.AppendSessionResponse]  # type: ignore[assignment]
     """Appends to the logs of sessions, many in one call; routers call it in the background, once per few steps. What is
     acknowledged as APPENDED survives a kill of either side. Safe to repeat.
@@ -115,7 +115,7 @@ class KvServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_kv_pb2.PutRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.PutResponse, _abc.Awaitable[_kv_pb2.PutResponse]]:
-        """Takes sealed blocks. Chunks of a block follow each other; the last says so. Idempotent: the same bytes again are
+        """Takes sealed blocks. Parts of a block follow each other; the last says so. Idempotent: the same bytes again are
         fine, different bytes under one key are refused and counted.
         """
 
@@ -133,7 +133,7 @@ class KvServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.GetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_pb2.GetResponse], _abc.AsyncIterator[_kv_pb2.GetResponse]]:
-        """Streams blocks back in the order asked, in chunks of at most 1 MiB. Stops at the first block it does not hold."""
+        """Streams blocks back in the order asked, in messages of one to two MiB. Stops at the first block it does not hold."""
 
     @_abc_1.abstractmethod
     def AppendSession(

@@ -37,7 +37,8 @@ class RouterServiceStub:
     """Generates from one prompt. Streams zero or more token events, then exactly one finish event, then OK; or ends in
     exactly one error status. The tokens seen are always a prefix of the request's deterministic answer.
     Errors: INVALID_ARGUMENT (BadRequest names field and limit), RESOURCE_EXHAUSTED (queue full, RetryInfo says when to
-    come back), DEADLINE_EXCEEDED, CANCELLED, UNAVAILABLE (an expert has no worker, or the router drains).
+    come back), DEADLINE_EXCEEDED, CANCELLED, UNAVAILABLE (an expert has no worker, or the router drains), UNAUTHENTICATED
+    (a token or certificate is asked for); with a session also NOT_FOUND and FAILED_PRECONDITION, see SessionMode.
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_router_pb2.TokenizeRequest, _router_pb2.TokenizeResponse]
     """Turns text or chat messages into token ids, exactly as Generate would, without generating."""
@@ -59,7 +60,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """Generates from one prompt. Streams zero or more token events, then exactly one finish event, then OK; or ends in
     exactly one error status. The tokens seen are always a prefix of the request's deterministic answer.
     Errors: INVALID_ARGUMENT (BadRequest names field and limit), RESOURCE_EXHAUSTED (queue full, RetryInfo says when to
-    come back), DEADLINE_EXCEEDED, CANCELLED, UNAVAILABLE (an expert has no worker, or the router drains).
+    come back), DEADLINE_EXCEEDED, CANCELLED, UNAVAILABLE (an expert has no worker, or the router drains), UNAUTHENTICATED
+    (a token or certificate is asked for); with a session also NOT_FOUND and FAILED_PRECONDITION, see SessionMode.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_router_pb2.TokenizeRequest, _router_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns text or chat messages into token ids, exactly as Generate would, without generating."""
@@ -84,7 +86,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         """Generates from one prompt. Streams zero or more token events, then exactly one finish event, then OK; or ends in
         exactly one error status. The tokens seen are always a prefix of the request's deterministic answer.
         Errors: INVALID_ARGUMENT (BadRequest names field and limit), RESOURCE_EXHAUSTED (queue full, RetryInfo says when to
-        come back), DEADLINE_EXCEEDED, CANCELLED, UNAVAILABLE (an expert has no worker, or the router drains).
+        come back), DEADLINE_EXCEEDED, CANCELLED, UNAVAILABLE (an expert has no worker, or the router drains), UNAUTHENTICATED
+        (a token or certificate is asked for); with a session also NOT_FOUND and FAILED_PRECONDITION, see SessionMode.
         """
 
     @_abc_1.abstractmethod

@@ -26,7 +26,8 @@ def read_documents(path: Path, separator: str) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text {path.name}: cannot be read as UTF-8 text ({type(error).__name__})") from None
+        why = error.strerror if isinstance(error, OSError) else error.reason
+        raise ConfigError(f"--text {path}: cannot be read as UTF-8 text: {why}") from None
     parts = text.split(separator + "\n") if separator else [text]
     documents = [part for part in parts if part.strip()]
     if not documents:

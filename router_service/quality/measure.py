@@ -170,7 +170,8 @@ def windows(model: Path, texts: Sequence[Path], length: int, tokens: int) -> lis
         try:
             ids = tokenizer.encode(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--text {path.name}: cannot be read as UTF-8 text ({type(error).__name__})") from None
+            why = error.strerror if isinstance(error, OSError) else error.reason
+            raise ConfigError(f"--text {path}: cannot be read as UTF-8 text: {why}") from None
         ids = ids[: tokens or len(ids)]
         if len(ids) < length:
             raise ConfigError(f"--text {path.name}: {len(ids)} tokens; a window of the longest context takes {length}")

@@ -160,7 +160,7 @@ def test_wrong_input_is_one_line_and_a_status(
     assert main(["eval", *model]) == 1  # no heads yet
     assert "lookahead.safetensors: not found" in capfd.readouterr().err
     assert main(["train", *model]) == 2
-    assert "--text t.txt: cannot be read" in capfd.readouterr().err
+    assert f"--text {text}: cannot be read as UTF-8 text: No such file" in capfd.readouterr().err
     text.write_text("One document alone, which cannot be split into two.")
     assert main(["train", *model, "--generate", "0"]) == 2
     assert "at least two documents" in capfd.readouterr().err
