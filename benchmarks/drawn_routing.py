@@ -22,6 +22,7 @@ from expert_worker.packed import PackedExperts, packed_format
 from forefetch.kernels import residency
 from forefetch.kernels.grouped_mlp.formats import Kind, pack
 from forefetch.kernels.grouped_mlp.moe import moe
+from forefetch.kernels.grouped_mlp.unsummed import Unsummed
 from forefetch.kernels.residency.state import Residents, aligned
 from forefetch.spec import ModelSpec
 from forefetch.weights import Checkpoint
@@ -79,6 +80,9 @@ class AllResident(PackedExperts):
 
     def route(self, layer: int, x: Tensor, logits: Tensor) -> Tensor:
         return super().route(layer, x, self.drawn.logits[self.layers[layer], : len(x)])
+
+    def unsummed(self, layer: int, x: Tensor, logits: Tensor) -> Tensor | Unsummed:
+        return super().unsummed(layer, x, self.drawn.logits[self.layers[layer], : len(x)])
 
 
 class FewSlots(InPlaceExperts):

@@ -26,6 +26,7 @@ from forefetch.errors import BadRequest
 from forefetch.hints import ExpertHint
 from forefetch.kernels import residency
 from forefetch.kernels.grouped_mlp.moe import moe
+from forefetch.kernels.grouped_mlp.unsummed import Unsummed
 from forefetch.kernels.residency.state import COUNTERS, Residents, aligned
 from forefetch.weights import Checkpoint
 from forefetch.wire import LayerCall, Verified
@@ -105,6 +106,10 @@ class InPlaceExperts(PackedExperts):
         self._move(place, (ids, weights))
         self._products(place, x, ids, weights, out)
         return out
+
+    def unsummed(self, layer: int, x: Tensor, logits: Tensor) -> Tensor | Unsummed:
+        """As `route`."""
+        return self.route(layer, x, logits)
 
     def _products(self, place: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
         """The layer that `enter` has found, into out [T, H]."""

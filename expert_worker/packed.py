@@ -19,8 +19,9 @@ from expert_worker.residency import Copied
 from forefetch.errors import BadRequest
 from forefetch.hints import ExpertHint
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat, Kind, blob_bytes, pack
-from forefetch.kernels.grouped_mlp.moe import moe, moe_from_logits
+from forefetch.kernels.grouped_mlp.moe import moe, moe_from_logits, unsummed_from_logits
 from forefetch.kernels.grouped_mlp.scratch import MoeScratch
+from forefetch.kernels.grouped_mlp.unsummed import Unsummed
 from forefetch.spec import ModelSpec
 from forefetch.weights import Checkpoint, load_expert
 from forefetch.wire import LayerCall, Verified
@@ -151,6 +152,13 @@ class PackedExperts:
         rule = self.spec.gate_rule, self.spec.renormalise
         moe_from_logits(x, logits, *rule, self._pool, self._slot_of[place], out, scratch)
         return out
+
+    def unsummed(self, layer: int, x: Tensor, logits: Tensor) -> Tensor | Unsummed:
+        """`route`, a token's experts left for `kernels.norm.add_rms_norm` to add up, which must be what is launched next."""
+        place, scratch = self.layers[layer], self._scratch
+        scratch.ids = self._chosen[place].view(-1)
+        rule = self.spec.gate_rule, self.spec.renormalise
+        return unsummed_from_logits(x, logits, *rule, self._pool, self._slot_of[place], scratch)
 
     def begin(self, idle: Tensor) -> None:
         """A step of whole layers begins. Nothing is to be done: what idle rows choose is here too."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from forefetch.kernels.few_rows import few_rows, logits
+from forefetch.kernels.grouped_mlp.unsummed import Unsummed
 from forefetch.kernels.norm import add_rms_norm
 from forefetch.kernels.qkv import HeadNorms
 from forefetch.wire import Verified
@@ -34,6 +35,9 @@ class Resident(Protocol):
 
     def route(self, layer: int, x: Tensor, logits: Tensor) -> Tensor:
         """x [T, H], gate logits [T, E] -> [T, H], the model's choice included. Valid until the next call."""
+
+    def unsummed(self, layer: int, x: Tensor, logits: Tensor) -> Tensor | Unsummed:
+        """`route`, or a token's experts left for `add_rms_norm`, which is what has to follow."""
 
     def begin(self, idle: Tensor) -> None:
         """The layers of a step follow; idle rows [T, 1] are padding, whatever becomes of them."""
@@ -93,8 +97,8 @@ class Decoder:
             x, h = add_rms_norm(x, y, layer.post_norm, spec.rms_eps, spec.residual_multiplier)
             mark(index, 1)
             self.see(index, x)
-            y = self._mlp(index, layer, h, mark)
-            x, h = add_rms_norm(x, y, following[index], spec.rms_eps, spec.residual_multiplier)
+            added = self._mlp(index, layer, h, mark)
+            x, h = add_rms_norm(x, added, following[index], spec.rms_eps, spec.residual_multiplier)
             mark(index, 4)
         self.experts.settle(idle)
         out = head_logits(h if batch.chunked is None else h[batch.logit_rows], trunk.head)
@@ -132,8 +136,8 @@ class Decoder:
         qkv = torch.cat((q, k, v), dim=-1)
         return qkv if spec.clip_qkv is None else qkv.clamp_(-spec.clip_qkv, spec.clip_qkv)
 
-    def _mlp(self, index: int, layer: Layer, h: Tensor, mark: Mark) -> Tensor:
-        """Normed rows h [T, H] -> what the MLP adds [T, H]."""
+    def _mlp(self, index: int, layer: Layer, h: Tensor, mark: Mark) -> Tensor | Unsummed:
+        """Normed rows h [T, H] -> what the MLP adds [T, H], as the next norm takes it."""
         if layer.gate is None:
             assert layer.dense is not None
             mark(index, 2)
@@ -141,10 +145,12 @@ class Decoder:
             return layer.dense(h)
         choices = self._choices(layer.gate, h)
         mark(index, 2)
+        if layer.shared is None or layer.shared_gate is None:
+            rows = self.experts.unsummed(index, h, choices)
+            mark(index, 3)
+            return rows
         out = self.experts.route(index, h, choices)
         mark(index, 3)
-        if layer.shared is None or layer.shared_gate is None:
-            return out
         return out + torch.sigmoid(linear(h, layer.shared_gate)) * layer.shared(h)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from forefetch.kernels.grouped_mlp.unsummed import Unsummed
 from forefetch.kernels.norm import add_rms_norm
 from forefetch.p2p.lane import Step
 from forefetch.spec import ModelSpec
@@ -93,6 +94,10 @@ class LaneExperts:
     def route(self, layer: int, x: Tensor, logits: Tensor) -> Tensor:
         """x [T, H], gate logits [T, E] -> [T, H]. Valid until the next call."""
         return self.receive(0, len(x), self.send(layer, 0, x, logits))
+
+    def unsummed(self, layer: int, x: Tensor, logits: Tensor) -> Tensor | Unsummed:
+        """As `route`: what comes back is added up."""
+        return self.route(layer, x, logits)
 
     def run(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Steps that are not recorded go over the other links."""

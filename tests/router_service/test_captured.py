@@ -35,6 +35,9 @@ class PlainResident:
     def route(self, layer: int, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return self.run(layer, x, *choose(logits, self._spec.top_k, self._spec.gate_rule, self._spec.renormalise))
 
+    def unsummed(self, layer: int, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return self.route(layer, x, logits)
+
     @property
     def counters(self) -> torch.Tensor:
         return self.fault[:0]

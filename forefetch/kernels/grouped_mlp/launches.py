@@ -18,7 +18,8 @@ _BLOCK = 256  # pairs that one program of the routing takes where x needs no con
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A checked call of `moe` (logits None) or `moe_from_logits` (ids and weights to be written); shapes as there."""
+    """A checked call of `moe` (logits None) or `moe_from_logits` (ids and weights to be written); shapes as there. No `out`:
+    pairs are left as they are in scratch."""
 
     x: Tensor
     ids: Tensor
@@ -27,7 +28,7 @@ class Call:
     renormalise: bool
     pool: Tensor
     slot_of: Tensor
-    out: Tensor
+    out: Tensor | None
     scratch: MoeScratch
 
     @property
@@ -56,8 +57,10 @@ def place(call: Call, convert: bool = False, pdl: bool = False) -> None:
 
 
 def combine(call: Call, pdl: bool = False) -> None:
-    """The weighted sum of scratch.y, which also zeroes the counters."""
+    """The weighted sum of scratch.y, which also zeroes the counters. Left to whoever reads the pairs if there is no `out`."""
     scratch, out = call.scratch, call.out
+    if out is None:
+        return
     block = min(512, triton.next_power_of_2(scratch.hidden))
     routing.combine[(len(out), triton.cdiv(scratch.hidden, block))](
         *(scratch.y, call.weights, scratch.live, out, scratch.counts, scratch.ready, out.stride(0)),

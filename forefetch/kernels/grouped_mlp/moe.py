@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forefetch.kernels.grouped_mlp.launches import Call, run_portable
 from forefetch.kernels.grouped_mlp.scratch import MoeScratch
+from forefetch.kernels.grouped_mlp.unsummed import Unsummed
 
 Rule = Literal["softmax_topk", "topk_softmax"]
 
@@ -43,11 +44,26 @@ def moe_from_logits(
     The choice is left in `scratch.ids` and `scratch.weights`, the first T * K entries of each.
     """
     _check(x, pool, slot_of, out, scratch)
-    if logits.shape != (len(x), scratch.experts) or logits.stride(1) != 1:
-        raise ValueError(f"logits {tuple(logits.shape)} for {len(x)} tokens and {scratch.experts} experts")
+    _check_logits(x, logits, scratch)
     if len(x):
         sums = rule == "topk_softmax" or renormalise
         _run(Call(x, scratch.ids, scratch.weights, logits, sums, pool, slot_of, out, scratch))
+
+
+def unsummed_from_logits(
+    x: Tensor, logits: Tensor, rule: Rule, renormalise: bool, pool: Tensor, slot_of: Tensor, scratch: MoeScratch
+) -> Unsummed:
+    """`moe_from_logits` without its last kernel, the sum over a token's experts: `kernels.norm` adds them up, and must before
+    the next call with this scratch, because it also leaves the counters at zero. x must have rows."""
+    _check(x, pool, slot_of, x, scratch)
+    _check_logits(x, logits, scratch)
+    _run(Call(x, scratch.ids, scratch.weights, logits, rule == "topk_softmax" or renormalise, pool, slot_of, None, scratch))
+    return scratch.unsummed(len(x))
+
+
+def _check_logits(x: Tensor, logits: Tensor, scratch: MoeScratch) -> None:
+    if logits.shape != (len(x), scratch.experts) or logits.stride(1) != 1:
+        raise ValueError(f"logits {tuple(logits.shape)} for {len(x)} tokens and {scratch.experts} experts")
 
 
 def _check(x: Tensor, pool: Tensor, slot_of: Tensor, out: Tensor, scratch: MoeScratch) -> None:

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat, blob_bytes
+from forefetch.kernels.grouped_mlp.unsummed import Unsummed
 
 
 def units(pairs: int, experts: int, size: int) -> int:
@@ -57,6 +58,11 @@ class MoeScratch:
         self.x_half = torch.empty(tokens * fragment, hidden, dtype=torch.float16, device=device)
         self.h = torch.empty(pairs, width, dtype=torch.float16 if fragment else dtype, device=device)
         self.y = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
+
+    def unsummed(self, tokens: int) -> Unsummed:
+        """What the products of a call with so many tokens have left."""
+        pairs = tokens * self.top_k
+        return Unsummed(self.y[:pairs], self.weights[:pairs], self.live[:pairs], (self.counts, self.ready))
 
     def reset(self) -> None:
         """Zeroes the counters and the fault."""

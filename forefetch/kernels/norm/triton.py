@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from forefetch.kernels.grouped_mlp.unsummed import Unsummed
 from forefetch.kernels.pdl import early, released
 
 
-def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, alpha: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, y: Tensor | Unsummed | None, weight: Tensor, eps: float, alpha: float) -> tuple[Tensor, Tensor]:
     """See the package. ValueError for rows that are not contiguous."""
     rows, hidden = x.shape
-    for each in (x, weight, *([] if y is None else [y])):
+    added = y.rows if isinstance(y, Unsummed) else y
+    for each in (x, weight, *([] if added is None else [added])):
         if each.stride(-1) != 1 or each.shape[-1] != hidden:
             raise ValueError(f"a tensor {tuple(each.shape)} with strides {each.stride()} is no row of {hidden}")
-    if y is not None and y.shape[-2] != rows:
-        raise ValueError(f"{tuple(y.shape)} does not fit {rows} rows")
     total = x if y is None else torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
     normed = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(hidden)
-    other = x if y is None else y
-    _add_rms_norm[(rows,)](
-        *(x, other, weight, total, normed, x.stride(0), other.stride(-2), other.stride(0), eps, alpha),
-        HIDDEN=hidden,
-        BLOCK=block,
-        ADD=y is not None,
-        SHARES=len(other) if other.ndim == 3 else 1,
-        **early(x),
-        num_warps=min(8, max(1, block // (512 if other.ndim == 2 else 256))),
-    )
+    wide = isinstance(y, Unsummed) or (y is not None and y.ndim == 3)
+    form: dict[str, Any] = {"HIDDEN": hidden, "BLOCK": block, **early(x)}
+    form["num_warps"] = min(8, max(1, block // (256 if wide else 512)))
+    if isinstance(y, Unsummed):
+        _weigh_rms_norm[(rows,)](x, *_parts(y, rows), weight, total, normed, x.stride(0), eps, alpha, **_sizes(y, rows), **form)
+    else:
+        _check(y, rows)
+        other = x if y is None else y
+        strides, shares = (x.stride(0), other.stride(-2), other.stride(0)), len(other) if other.ndim == 3 else 1
+        _add_rms_norm[(rows,)](x, other, weight, total, normed, *strides, eps, alpha, ADD=y is not None, SHARES=shares, **form)
     return total, normed
+
+
+def _check(y: Tensor | None, rows: int) -> None:
+    if y is not None and y.shape[-2] != rows:
+        raise ValueError(f"{tuple(y.shape)} does not fit {rows} rows")
+
+
+def _parts(y: Unsummed, rows: int) -> tuple[Tensor, ...]:
+    if len(y.rows) % rows or not (len(y.rows) == len(y.weights) == len(y.live)) or not y.rows.is_contiguous():
+        raise ValueError(f"pairs {tuple(y.rows.shape)}, {len(y.weights)} weights do not fit {rows} rows")
+    return y.rows, y.weights, y.live, *y.counters
+
+
+def _sizes(y: Unsummed, rows: int) -> dict[str, int]:
+    return {"K": len(y.rows) // rows, "CLEAR": len(y.counters[0]), "READY": len(y.counters[1])}
 
 
 @triton.jit
@@ -51,6 +68,38 @@ def _add_rms_norm(
             added += tl.load(y + share * y_share + row * y_stride + at, mask=inside, other=0.0)
         value = (value.to(tl.float32) + alpha * added).to(total.dtype.element_ty)
         tl.store(total + row * HIDDEN + at, value, mask=inside)
-    wide = value.to(tl.float32)
+    _store_normed(value.to(tl.float32), by, normed + row * HIDDEN + at, inside, eps, HIDDEN)
+
+
+@triton.jit
+def _store_normed(wide, by, to, inside, eps, HIDDEN: tl.constexpr):
     scale = tl.rsqrt(tl.sum(wide * wide) / HIDDEN + eps)
-    tl.store(normed + row * HIDDEN + at, (wide * scale * by).to(normed.dtype.element_ty), mask=inside)
+    tl.store(to, (wide * scale * by).to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _weigh_rms_norm(
+    x, y, weights, live, counts, ready, weight, total, normed, x_stride, eps, alpha,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, CLEAR: tl.constexpr, READY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same for pairs: their sum is rounded as `grouped_mlp.routing.combine` rounds it, so that bits are equal."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < HIDDEN
+    by = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)  # constant, so before the wait
+    released(PDL)
+    if row == 0:
+        tl.store(counts + tl.arange(0, CLEAR), tl.zeros([CLEAR], tl.int32))
+        tl.store(ready + tl.arange(0, READY), tl.zeros([READY], tl.int32))
+    value = tl.load(x + row * x_stride + at, mask=inside, other=0.0)
+    added = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(K):
+        pair = row * K + k
+        held = tl.load(live + pair) != 0
+        by_gate = tl.load(weights + pair)
+        each = tl.load(y + pair * HIDDEN + at, mask=held & inside, other=0.0)
+        added += tl.where(held, by_gate * each, 0.0)
+    added = added.to(value.dtype).to(tl.float32)
+    value = (value.to(tl.float32) + alpha * added).to(total.dtype.element_ty)
+    tl.store(total + row * HIDDEN + at, value, mask=inside)
+    _store_normed(value.to(tl.float32), by, normed + row * HIDDEN + at, inside, eps, HIDDEN)

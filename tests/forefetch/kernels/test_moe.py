@@ -10,8 +10,9 @@ from forefetch.kernels.gate import choose
 from forefetch.kernels.gate.triton import choose_into
 from forefetch.kernels.grouped_mlp import fragment
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat
-from forefetch.kernels.grouped_mlp.moe import moe, moe_from_logits
+from forefetch.kernels.grouped_mlp.moe import moe, moe_from_logits, unsummed_from_logits
 from forefetch.kernels.grouped_mlp.scratch import MoeScratch, unit_size, units
+from forefetch.kernels.norm import triton as norm
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # the interpreter computes NaN rows in NumPy
 
@@ -121,6 +122,24 @@ def test_from_logits(rule: str, renormalise: bool, dtype: torch.dtype) -> None:
     assert torch.allclose(scratch.weights[:15].view(5, 3), weights, rtol=1e-6)
     call.ids, call.weights = ids, scratch.weights[:15].view(5, 3)
     assert torch.equal(call.run(pool), out)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_the_norm_behind_adds_a_token_up_bit_for_bit(dtype: torch.dtype) -> None:
+    pool = make_experts(6, 64, 32, ExpertFormat("int8"))
+    call, scratch = make_call(5, 3, pool, dtype), poison(pool.scratch(7, 3, dtype))
+    pool.slot_of[4] = -1
+    logits = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    where, weight = (pool.pool, pool.slot_of), torch.rand(64, dtype=dtype, device=DEVICE)
+    out = torch.empty_like(call.x)
+    for _ in range(2):  # the counters are left at zero both ways
+        moe_from_logits(call.x, logits, "softmax_topk", True, *where, out, scratch)
+        expected = norm.add_rms_norm(call.x, out, weight, 1e-6, 0.5)
+        pairs = unsummed_from_logits(call.x, logits, "softmax_topk", True, *where, scratch)
+        found = norm.add_rms_norm(call.x, pairs, weight, 1e-6, 0.5)
+        assert all(torch.equal(*both) for both in zip(found, expected, strict=True))
+        assert not scratch.counts.any()
+        assert not scratch.ready.any()
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -238,6 +257,12 @@ def test_fragment_order_from_logits(form: ExpertFormat, tokens: int) -> None:
         weights = scratch.weights[: 4 * tokens].view(tokens, 4).clone()
         assert torch.allclose(weights, logits.float().softmax(1).gather(1, order), rtol=1e-5)
         assert torch.equal(Call(call.x, order, weights).run(pool), out)
+        sums, weight = out.to(BF16), torch.rand(256, dtype=BF16, device=DEVICE)
+        pairs = unsummed_from_logits(call.x, logits, "softmax_topk", False, pool.pool, pool.slot_of, scratch)
+        both = zip(*(norm.add_rms_norm(call.x, each, weight, 1e-6, 1.0) for each in (pairs, sums)), strict=True)
+        assert all(torch.equal(*each) for each in both)
+        assert not scratch.counts.any()
+        assert not scratch.ready.any()
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)

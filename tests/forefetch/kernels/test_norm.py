@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forefetch.kernels.grouped_mlp.unsummed import Unsummed
 from forefetch.kernels.norm import ref, triton
 
 ON_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")])
@@ -72,3 +73,21 @@ def test_shares_are_added_up_first(device: str) -> None:
         torch.testing.assert_close(n, normed)
     with pytest.raises(ValueError, match="rows"):
         triton.add_rms_norm(x, y[:, :2], weight, 1e-6, 1.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_the_pairs_of_a_token_are_added_up_first(device: str) -> None:
+    draw = torch.Generator().manual_seed(2)
+    x, y, by, weight = (torch.randn(s, generator=draw).to(device) for s in ((3, 96), (12, 96), (12,), (96,)))
+    live = torch.tensor([1, 1, 0, 1] * 3, dtype=torch.int32, device=device)
+    y[2], by[6] = torch.nan, torch.nan  # of pairs that count nothing
+    summed = (torch.where(live != 0, by, 0.0)[:, None] * y.nan_to_num()).view(3, 4, 96).sum(1)
+    for run in (triton.add_rms_norm, ref.add_rms_norm):
+        counters = torch.ones(8, dtype=torch.int32, device=device), torch.ones(16, dtype=torch.int32, device=device)
+        s, n = run(x, Unsummed(y, by, live, counters), weight, 1e-6, 0.5)
+        plain, normed = run(x, summed, weight, 1e-6, 0.5)
+        torch.testing.assert_close(s, plain)
+        torch.testing.assert_close(n, normed)
+        assert not any(counter.any() for counter in counters)
+    with pytest.raises(ValueError, match="pairs"):
+        triton.add_rms_norm(x, Unsummed(y[:11], by, live, counters), weight, 1e-6, 1.0)
