@@ -26,6 +26,22 @@ def _capable(device: torch.device) -> bool:
 
 
 @triton.jit
+def awaited(PDL: tl.constexpr):
+    """Begins a kernel: what the one before wrote is there when this returns. The next one is brought up when all programs have
+    come to `let_go`."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_go(PDL: tl.constexpr):
+    """For a kernel that `awaited` began, at its end. A next kernel that fills the machine in one wave of equal programs has
+    to find it empty: placed beside what still runs, some processors get more of them than others."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def released(PDL: tl.constexpr):
     """Begins a kernel: the next one may be brought up, and what the one before wrote is there when this returns."""
     if PDL:

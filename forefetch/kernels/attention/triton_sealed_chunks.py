@@ -1,5 +1,6 @@
 """Flash attention (Dao, 2023) for blocks of prompt rows over sealed pages: a tile of 32 tokens is opened in registers and never
-written back. One program per block and up to two query heads, so that a tile serves up to 128 rows."""
+written back. One program per block and up to two query heads, so that a tile serves up to 128 rows. Where that makes too few
+programs for a GPU, each page of a block is one of several programs', whose sums `triton.merge` joins."""
 
 from __future__ import annotations
 
@@ -14,15 +15,27 @@ from forefetch.kernels.attention.chunks import BLOCK, ChunkPlan
 from forefetch.kernels.attention.sealed import SealedKv
 from forefetch.kernels.attention.sealed_chunks import Rows
 from forefetch.kernels.attention.sealed_triton import _add
+from forefetch.kernels.attention.triton import Scratch, merge
 from forefetch.kernels.kv_codec.formats import KvFormat
 from forefetch.kernels.kv_codec.triton import TOKENS, _get, columns, key_tile, value_tile
 
+PROGRAMS = 128  # that a GPU should have
+MOST_SPLITS = 8
+
 
 def prefill_sealed_chunks(
-    q: Tensor, k: Tensor, v: Tensor, kv: SealedKv, plan: ChunkPlan, format: KvFormat, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: SealedKv,
+    plan: ChunkPlan,
+    format: KvFormat,
+    scale: float,
+    splits: int | None = None,
 ) -> Tensor:
     """q [C, Hq, D] of any float type, k, v float16 [Hkv, rows, D] -> [C, Hq, D] in q's type; rows in no
-    block come out as anything. Nothing is read on the host. ValueError for shapes and types that do not fit."""
+    block come out as anything. Nothing is read on the host. `splits`: programs that share a block's pages, chosen by the number
+    of rows if not given. ValueError for shapes and types that do not fit."""
     (_, heads, dim), kv_heads = q.shape, len(kv.pages)
     if heads % kv_heads or dim != format.head_dim or kv.pages.shape[2] != format.blob_bytes or k.shape != v.shape:
         raise ValueError(
@@ -34,15 +47,30 @@ def prefill_sealed_chunks(
         raise ValueError("blocks, chunks and tables must be contiguous int32")
     out, group = torch.empty_like(q), heads // kv_heads
     together = 2 if group % 2 == 0 else 1
-    _sealed_chunks[(len(plan.blocks), heads // together)](
+    splits = splits or plan_splits(len(q), heads // together)
+    shares = _scratch(len(q), heads, splits, dim, q.device) if splits > 1 else Scratch(out, out)
+    _sealed_chunks[(len(plan.blocks), heads // together, splits)](
         *(q, k, v, kv.pages, kv.tail_k, kv.tail_v, kv.sink_k, kv.sink_v, out, plan.blocks, plan.chunks, plan.tables),
+        *(shares.partial, shares.stats),
         *(scale * math.log2(math.e), kv.pages.shape[1], kv.tail_k.shape[1], kv.tail_k.shape[2], plan.tables.shape[1]),
         *(q.stride(0), q.stride(1), out.stride(0), out.stride(1), k.stride(0), k.stride(1)),
-        *(format, group, together, BLOCK * together, columns(format), TOKENS),
+        *(format, group, together, BLOCK * together, columns(format), TOKENS, splits),
         num_warps=4 * together,
         num_stages=1,
     )
+    if splits > 1:
+        merge(shares, out)
     return out
+
+
+def plan_splits(rows: int, programs: int) -> int:
+    """Programs that share the pages of a block, of `rows` in blocks with so many programs each."""
+    return max(1, min(MOST_SPLITS, PROGRAMS // (-(-rows // BLOCK) * programs)))
+
+
+def _scratch(rows: int, heads: int, splits: int, dim: int, device: torch.device) -> Scratch:
+    partial = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=device)
+    return Scratch(partial, torch.zeros((rows, heads, splits, 2), dtype=torch.float32, device=device))  # for rows in no block
 
 
 def put_sinks(rows: Rows, plan: ChunkPlan, format: KvFormat) -> None:
@@ -88,15 +116,16 @@ def _fresh(rows, tail, sinks, token, channel, spans, D: tl.constexpr, SINKS: tl.
 
 @triton.jit(do_not_specialize=["width"])
 def _sealed_chunks(
-    q, k, v, pages, tail_k, tail_v, sink_k, sink_v, out, blocks, chunks, tables,
+    q, k, v, pages, tail_k, tail_v, sink_k, sink_v, out, blocks, chunks, tables, partial, stats,
     scale, n_pages, n_tails, tail_tokens, width, q_row, q_head, out_row, out_head, k_head, k_row,
-    F: tl.constexpr, G: tl.constexpr, H: tl.constexpr, M: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
+    F: tl.constexpr, G: tl.constexpr, H: tl.constexpr, M: tl.constexpr, C: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (block, H query heads of one KV head); row i of its M is query i / H, head i % H."""
+    """Program (block, H query heads of one KV head, split); row i of its M is query i / H, head i % H. Sinks are the first
+    split's, float16 tokens the last one's."""
     D: tl.constexpr = _get(F, "head_dim")
     T: tl.constexpr = _get(F, "page")
     SINKS: tl.constexpr = _get(F, "sinks")
-    entry, first_head = blocks + tl.program_id(0) * 4, tl.program_id(1) * H
+    entry, first_head, split = blocks + tl.program_id(0) * 4, tl.program_id(1) * H, tl.program_id(2)
     first, count, start, chunk = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     if count > 0:
         row0, begin, lane = tl.load(chunks + chunk * 5), tl.load(chunks + chunk * 5 + 1), tl.load(chunks + chunk * 5 + 2)
@@ -114,23 +143,29 @@ def _sealed_chunks(
         held = tl.maximum(tl.maximum(begin - _get(F, "recent"), 0) // T, loaded) * T  # where the tail begins
         spans = begin, held, start + count, k_row
         tails, sinks = lane_at * tail_tokens * D, lane_at * (SINKS * D)
-        if most > 0:
+        if (most > 0) & (split == 0):
             for low in tl.static_range(0, SINKS, N):
                 token = low + n[:, None]
                 key = _fresh(k, tail_k, sink_k + sinks, token, c, spans, D, SINKS)
                 value = _fresh(v, tail_v, sink_v + sinks, token, c, spans, D, SINKS)
                 state = _add(state, query, key, value, (seen > 0)[:, None] & (low + n < SINKS)[None, :], scale)
-        for p in range(0, most):
+        for p in range(split * most // SPLITS, (split + 1) * most // SPLITS):
             number = tl.load(tables + chunk * width + p).to(tl.int64) + kv_head * n_pages
             page = pages + number * _get(F, "blob_bytes")
             for low in range(0, T, N):
                 visible = (p < seen)[:, None] & (p * T + low + n >= SINKS)[None, :]
                 state = _add(state, query, key_tile(page, low, F, C), value_tile(page, low, F, C), visible, scale)
-        for low in range(least * T, start + count, N):
+        for low in range(least * T, tl.where(split == SPLITS - 1, start + count, 0), N):
             token = low + n[:, None]
             key = _fresh(k + rows, tail_k + tails, sink_k, token, c, spans, D, 0)
             value = _fresh(v + rows, tail_v + tails, sink_v, token, c, spans, D, 0)
             visible = ((low + n)[None, :] >= (seen * T)[:, None]) & ((low + n)[None, :] <= position[:, None])
             state = _add(state, query, key, value, visible, scale)
-        result = state[2] / tl.where(state[1] > 0.0, state[1], 1.0)[:, None]
-        tl.store(out + at[0] * out_row + at[1] * out_head + c, result.to(out.dtype.element_ty), mask=mine)
+        if SPLITS > 1:
+            to = ((first + m // H).to(tl.int64) * (tl.num_programs(1) * H) + first_head + m % H) * SPLITS + split
+            tl.store(partial + to[:, None] * D + c, state[2], mask=mine)
+            tl.store(stats + to * 2, state[0], mask=m < count * H)
+            tl.store(stats + to * 2 + 1, state[1], mask=m < count * H)
+        else:
+            result = state[2] / tl.where(state[1] > 0.0, state[1], 1.0)[:, None]
+            tl.store(out + at[0] * out_row + at[1] * out_head + c, result.to(out.dtype.element_ty), mask=mine)

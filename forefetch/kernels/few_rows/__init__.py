@@ -27,7 +27,8 @@ def few_rows(x: Tensor, weight: Matrix) -> Tensor:
     where no kernel of ours is faster (or made: they are for 16-bit types)."""
     if x.is_cuda and x.element_size() == 2:
         if isinstance(weight, Tensor):
-            found = _planned(x, weight, plans.plain)
+            found = _waiting(x, weight)
+            found = _planned(x, weight, plans.plain) if found is None else found
         else:
             found = _held(x, weight) if weight.fragments else _planned(x, weight, plans.rounded)
         if found is not None:
@@ -56,6 +57,15 @@ def _planned(x: Tensor, weight: Matrix, plan_of: Callable[[int, int, int], plans
     return None if plan is None else triton.product(x.contiguous(), weight, plan)
 
 
+def _waiting(x: Tensor, weight: Tensor) -> Tensor | None:
+    plan = plans.waiting(len(x), *weight.shape) if _hopper(x.device) else None
+    if plan is None or not weight.is_contiguous():
+        return None
+    from forefetch.kernels.few_rows import waiting
+
+    return waiting.product(x.contiguous(), weight, plan)
+
+
 def _held(x: Tensor, weight: Rounded) -> Tensor | None:
     from forefetch.kernels.few_rows import held
 
@@ -67,7 +77,12 @@ def projection(weight: Rounded, dtype: torch.dtype) -> Rounded:
     """A weight as it is best kept for products of up to 64 rows of `dtype` whose shares the next kernel adds up."""
     inner, outer = weight.shape
     fits = weight.codes.is_cuda and dtype == torch.bfloat16 and inner % 512 == 0 and outer % 64 == 0
-    return weight.arranged() if fits and torch.cuda.get_device_capability(weight.codes.device)[0] == 9 else weight
+    return weight.arranged() if fits and _hopper(weight.codes.device) else weight
+
+
+def _hopper(device: torch.device) -> bool:
+    """Whether it has `wgmma`."""
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 MOST_ROWS = 64
+MOST_WAITING = 32
+"""Rows up to which a weight that waits in shared memory is worth its early start: with more, reading x takes longer."""
 MOST_UNDIVIDED = 128
 """Rows up to which 8-bit codes are read again for each 64 of them; with more, multiplying them out first costs less."""
 
@@ -34,6 +36,23 @@ class HeldPlan:
     each: int
     warps: int
     registers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingPlan:
+    """`each` inputs and 16 outputs for each of `warps`; `ring` steps of `depth` inputs of x on their way."""
+
+    each: int
+    warps: int
+    ring: int
+    depth: int = 128
+
+
+def waiting(rows: int, inner: int, outer: int) -> WaitingPlan | None:
+    """[rows, inner] x [inner, outer] in 16 bits, for a reader that adds shares up."""
+    found = WaitingPlan(256, 4, 2) if inner < 4096 else WaitingPlan(512, 4, 4)
+    fits = inner >= 1024 and inner % found.each == 0 and outer % (16 * found.warps) == 0
+    return found if fits and 1 < rows <= MOST_WAITING else None
 
 
 def plain(rows: int, inner: int, outer: int) -> Plan | None:

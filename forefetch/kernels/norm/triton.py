@@ -97,7 +97,7 @@ def _weigh_rms_norm(
         pair = row * K + k
         held = tl.load(live + pair) != 0
         by_gate = tl.load(weights + pair)
-        each = tl.load(y + pair * HIDDEN + at, mask=held & inside, other=0.0)
+        each = tl.load(y + pair * HIDDEN + at, mask=inside, other=0.0)  # not masked by `held`, which is on its way itself
         added += tl.where(held, by_gate * each, 0.0)
     added = added.to(value.dtype).to(tl.float32)
     value = (value.to(tl.float32) + alpha * added).to(total.dtype.element_ty)

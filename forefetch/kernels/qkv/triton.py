@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forefetch.kernels.pdl import early, released
+from forefetch.kernels.pdl import awaited, early, let_go
 
 if TYPE_CHECKING:
     from forefetch.kernels.qkv import HeadNorms
@@ -89,7 +89,7 @@ def _enter(
     if NORM:  # constant, so before the wait
         weight = q_weight if head < HEADS else k_weight
         by = (tl.load(weight + at, mask=inside, other=0.0), tl.load(weight + HALF + at, mask=inside, other=0.0))
-    released(PDL)
+    awaited(PDL)
     # Both halves of the tables are equal: the first serves both.
     c = tl.load(cos + row * dim + at, mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin + row * dim + at, mask=inside, other=0.0).to(tl.float32)
@@ -112,3 +112,4 @@ def _enter(
             to = v_cache + (head - HEADS - KV_HEADS).to(tl.int64) * cache_head + slot
             _put(to, first, inside, LIMIT)
             _put(to + HALF, second, inside, LIMIT)
+    let_go(PDL)  # attention is such a kernel (benchmarks/LOG.md)
