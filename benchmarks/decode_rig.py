@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from expert_worker.client import resident
-from forefetch.kernels.attention import sealed_chunks
 from forefetch.kernels.few_rows import Rounded
 from forefetch.kernels.kv_codec import KvFormat, seal
 from forefetch.settings import ServiceConfig
@@ -140,8 +139,7 @@ class Rig:
         width = -(-(context + PAGE + steps) // PAGE)
         lanes = batch + (1 if prompt_rows else 0)
         shape = {"max_batch": lanes, "max_pages": width, "page_size": PAGE, "device": self.device}
-        recorded = sealed_chunks.PLANNED or isinstance(self.cache, KvCache)
-        chunks = (prompt_rows,) if prompt_rows and recorded else ()
+        chunks = (prompt_rows,) if prompt_rows else ()
         buffers = LayoutBuffers(max_tokens=lanes + prompt_rows, **shape, buckets=(lanes,), chunk_rows=chunks)
         model = (self.model_of or self.recorded)(buffers)
         model.ahead = ahead  # type: ignore[misc]

@@ -10,7 +10,6 @@ from pathlib import Path
 from expert_worker import client as expert
 from forefetch import rpc
 from forefetch.errors import Mismatch
-from forefetch.kernels.attention import sealed_chunks
 from forefetch.rpc.auth import bearer
 from forefetch.spec import ModelSpec, read_json
 from forefetch.telemetry.spans import Exporter
@@ -114,7 +113,7 @@ def buffers(config: RouterConfig, sizes: Sizes, placement: Placement) -> StepBuf
         wanted = *PROMPT_ROWS, config.prompt_rows or config.max_step_tokens, config.max_step_tokens
         prompts = sorted({min(rows, config.max_step_tokens) for rows in wanted})
         # Over lanes a commit may have to be taken back, which chunks over sealed pages, whose tails move on, do not know.
-        prompts = [] if placement.sealed and (lanes or not sealed_chunks.PLANNED) else prompts
+        prompts = [] if placement.sealed and lanes else prompts
         return LayoutBuffers(**shape, page_size=config.page_size, device=device, buckets=buckets, chunk_rows=prompts)
     paged = device.type == "cuda" and placement.sealed is None
     return StepBuffers(**shape, page_size=config.page_size, device=device, buckets=buckets, paged=paged)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from forefetch.device import upload
-from forefetch.kernels.attention import ChunkPlan, Rows, plan_chunks, sealed_chunks
+from forefetch.kernels.attention import ChunkPlan, Rows, plan_chunks
 from forefetch.kernels.attention.sealed import SealedKv, SealedPlan
 from forefetch.kernels.kv_codec import KvFormat, move_tails, seal_tails
 from forefetch.spec import ModelSpec
@@ -156,8 +156,7 @@ class SealedCache:
             return None, 0
         plan = plan_chunks([rows.place(batch.decodes) for rows in batch.prefills], [rows.pages for rows in batch.prefills])
         filled = sum(self.sealed(r.start + r.count, r.loaded) - self.sealed(r.start, r.loaded) for r in batch.prefills)
-        there = self.pages.device if sealed_chunks.PLANNED else "cpu"  # where it is read
-        return ChunkPlan(*(part.to(there) for part in (plan.blocks, plan.tables, plan.chunks))), filled
+        return ChunkPlan(*(part.to(self.pages.device) for part in (plan.blocks, plan.tables, plan.chunks))), filled
 
     def commit(self, batch: StepBatch) -> None:
         """The step's rows are final: pages that became old enough are sealed, tails move on."""

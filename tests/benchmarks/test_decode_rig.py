@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks.decode_rig import PAGE, Rig
-from forefetch.kernels.attention import sealed_chunks
 from router_service.captured import CapturedTrunk
 from tests.router_service.test_captured import PlainResident
 
@@ -33,7 +32,6 @@ def test_every_step_delivers_tokens_and_is_timed(rig: Rig, kv: str, ahead: bool)
 
 @pytest.mark.parametrize("kv", ["bfloat16", "e2m0"])
 def test_a_prompt_enters_in_recorded_steps_while_others_decode(rig: Rig, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealed_chunks, "PLANNED", True)
     seen, fits = [], CapturedTrunk.fits
     monkeypatch.setattr(CapturedTrunk, "fits", lambda self, *step: seen.append(fits(self, *step)) or seen[-1])
     rig.put_cache(kv, 16, 3)

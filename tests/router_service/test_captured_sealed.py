@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from forefetch.kernels.attention import sealed_chunks
 from forefetch.kernels.kv_codec import KvFormat
 from forefetch.synthetic import open_model
 from forefetch.telemetry.ring import StepRing
@@ -101,11 +100,8 @@ def kinds(device: torch.device) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("format", "exempt", "on"), CASES)
-def test_recorded_steps_give_the_tokens_of_written_ones(
-    format: KvFormat, exempt: tuple[int, ...], on: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_steps_give_the_tokens_of_written_ones(format: KvFormat, exempt: tuple[int, ...], on: str) -> None:
     """Prompts of several chunks, some that end within a page, some at its edge, while others decode and pages are sealed."""
-    monkeypatch.setattr(sealed_chunks, "PLANNED", True)
     answers = []
     for kind in kinds(torch.device(on)):
         rig = Rig(format, exempt, torch.device(on), **kind)
@@ -117,8 +113,7 @@ def test_recorded_steps_give_the_tokens_of_written_ones(
 
 
 @pytest.mark.parametrize("on", ["cpu", ON_GPU])
-def test_a_cached_prefix_brings_its_sinks_into_recorded_steps(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealed_chunks, "PLANNED", True)
+def test_a_cached_prefix_brings_its_sinks_into_recorded_steps(on: str) -> None:
     format, device = KvFormat("e2m0", head_dim=16 if on == "cpu" else 128, page=32, sinks=2, recent=0), torch.device(on)
     first = Rig(format, (), device, None, plain=True)
     first.add(100, 20)

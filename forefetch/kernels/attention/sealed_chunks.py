@@ -21,10 +21,6 @@ from forefetch.kernels.attention.sealed import SealedKv
 from forefetch.kernels.kv_codec import seal
 from forefetch.kernels.kv_codec.formats import KvFormat
 
-# On a GPU chunks are planned there, and steps with prompts recorded. The kernels give the reference's bytes and answers in
-# Triton's interpreter, but as they are now they have not run on a GPU: off until `pytest -m gpu`, which turns it on, is green.
-PLANNED = False
-
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -53,8 +49,8 @@ def plan_chunks(chunks: list[tuple[int, int, int, int, int]], pages: list[list[i
 def enter_chunks(kv: SealedKv, rows: Rows, plan: ChunkPlan, format: KvFormat, most: int) -> None:
     """Rows of the plan's chunks, which are in place, become sinks and pages wherever their queries see them as such.
 
-    `most`: pages that the chunks can fill at most. Nothing is read on the host when pages are on a GPU (`PLANNED`)."""
-    if kv.pages.is_cuda and PLANNED:
+    `most`: pages that the chunks can fill at most. Nothing is read on the host when pages are on a GPU."""
+    if kv.pages.is_cuda:
         from forefetch.kernels.attention import triton_sealed_chunks
         from forefetch.kernels.kv_codec import sealing
 
@@ -74,8 +70,8 @@ def enter_chunks(kv: SealedKv, rows: Rows, plan: ChunkPlan, format: KvFormat, mo
 def prefill_sealed(q: Tensor, rows: Rows, kv: SealedKv, plan: ChunkPlan, format: KvFormat, scale: float) -> Tensor:
     """q [C, Hq, D] -> [C, Hq, D]; causal. Rows in no chunk come out as anything.
 
-    Pages that a query reads sealed must be sealed. Nothing is read on the host when q is on a GPU (`PLANNED`)."""
-    if q.is_cuda and PLANNED:
+    Pages that a query reads sealed must be sealed. Nothing is read on the host when q is on a GPU."""
+    if q.is_cuda:
         from forefetch.kernels.attention.triton_sealed_chunks import prefill_sealed_chunks
 
         return prefill_sealed_chunks(q, rows.own[0], rows.own[1], kv, plan, format, scale)

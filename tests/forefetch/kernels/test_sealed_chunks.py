@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forefetch.kernels.attention import sealed_chunks, triton_sealed_chunks
+from forefetch.kernels.attention import triton_sealed_chunks
 from forefetch.kernels.attention.chunks import BLOCK, ChunkPlan
 from forefetch.kernels.attention.sealed import SealedKv
 from forefetch.kernels.attention.sealed_chunks import Rows, enter_chunks, plan_chunks, prefill_sealed
@@ -177,8 +177,7 @@ def test_chunks_become_pages_and_sinks(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("name", NAMES)
-def test_chunks_of_the_usual_shape_become_pages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealed_chunks, "PLANNED", True)
+def test_chunks_of_the_usual_shape_become_pages(name: str) -> None:
     mixture = make(KvFormat(name, thirds=32 if name == "mixed" else 0), [(0, 300, 0), (200, 200, 0), (500, 9, 3)])
     after = entered(mixture.before())
     assert torch.equal(after.pages, mixture.pages)
