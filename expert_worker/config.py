@@ -20,12 +20,16 @@ class ExpertConfig(ServiceConfig):
     PROG: ClassVar[str] = "python -m expert_worker"
     ENV: ClassVar[str] = "FOREFETCH_EXPERT_"
 
-    model: str = setting("", "Folder with the checkpoint: config.json and safetensors files. Only this shard is read.")
+    model: str = setting(
+        "", "Folder with the checkpoint: config.json and safetensors files. Only this shard is read.", form="DIR"
+    )
     allow_synthetic: bool = setting(
         False,
         "Serve --model synthetic:NAME, a known model's shapes with random weights: for measuring, not for answers.",
     )
-    device: str = setting("auto", "Where experts are evaluated: cpu, cuda, cuda:1, or auto (cuda if there is one).")
+    device: str = setting(
+        "auto", "Where experts are evaluated: cpu, cuda, cuda:1, or auto (cuda if there is one).", form="DEVICE"
+    )
     dtype: str = setting(
         "auto",
         """Type of rows and of resident experts; routers must use the same. auto: float32 on a CPU, the checkpoint's own type on
@@ -38,6 +42,7 @@ class ExpertConfig(ServiceConfig):
         "",
         """Placement file that `forefetch place` made from measured load: says which experts each of --shards workers holds, hot
         ones on several. Unset: equal parts.""",
+        form="FILE",
     )
     placed: bool = setting(
         False,
@@ -54,6 +59,7 @@ class ExpertConfig(ServiceConfig):
         """Experts resident on the device at once: a count, or a percentage of those the worker holds. Below 100% all experts
         wait in host memory, hints have some copied into slots ahead of time, and a call waits for what it misses while the
         rest runs; one that needs more experts than there are slots runs in waves. Answers are the same, to the bit.""",
+        form="N|N%",
     )
     experts: str = setting(
         "stored",
@@ -80,6 +86,7 @@ class ExpertConfig(ServiceConfig):
         "~/.cache/forefetch",
         """Folder that keeps experts converted to --experts int8 or int4, named by what they were made from; none: convert at
         each start. Damaged files are made again; a folder that cannot be written costs a warning.""",
+        form="DIR",
     )
     check_copies: bool = setting(
         False, "Compare every slot with host memory after it was filled; one that differs fails the call. Slow; for debugging."

@@ -17,7 +17,7 @@ class ClusterConfig(Config):
     PROG: ClassVar[str] = "forefetch up"
     ENV: ClassVar[str] = "FOREFETCH_"
 
-    model: str = setting("", "Folder with the checkpoint: config.json, safetensors files, tokenizer.json.")
+    model: str = setting("", "Folder with the checkpoint: config.json, safetensors files, tokenizer.json.", form="DIR")
     allow_synthetic: bool = setting(
         False,
         "Serve --model synthetic:NAME, a known model's shapes with random weights: for measuring, not for answers.",
@@ -28,7 +28,7 @@ class ClusterConfig(Config):
         --link=local there are none: the router holds the experts itself.""",
     )
     device: str = setting(
-        "auto", "Where the router and the workers compute: cpu, cuda, cuda:1, or auto (cuda if there is one)."
+        "auto", "Where the router and the workers compute: cpu, cuda, cuda:1, or auto (cuda if there is one).", form="DEVICE"
     )
     link: str = setting(
         "auto",
@@ -41,6 +41,7 @@ class ClusterConfig(Config):
         """GPUs of this node by number, as 0,1: the router computes on the first, each of the others has a worker, each holds a
         part of the experts (see --apart), and recorded steps cross between their memories (link p2p) where GPUs reach one
         another's. Instead of --workers and --device.""",
+        form="N,N,...",
     )
     spread: bool = setting(
         False,
@@ -64,6 +65,7 @@ class ClusterConfig(Config):
         "100%",
         """Experts that each worker keeps on its device at once: a count, or a percentage of those it holds. Others wait in host
         memory and are copied when they are needed.""",
+        form="N|N%",
     )
     miss: str = setting(
         "auto",
@@ -73,7 +75,7 @@ class ClusterConfig(Config):
         choices=("auto", "in-place", "wait", "cpu", "sooner", "shadow"),
     )
     placement: str = setting(
-        "", "Placement file that `forefetch place` made: which worker holds which experts. Unset: equal parts."
+        "", "Placement file that `forefetch place` made: which worker holds which experts. Unset: equal parts.", form="FILE"
     )
     planned: bool = setting(
         False,
@@ -100,7 +102,9 @@ class ClusterConfig(Config):
     )
     port: int = setting(50051, "Port of the router on loopback; 0 takes a free one.")
     listen: str = setting(
-        "", "host:port where the router listens, instead of --port on loopback. Its own settings say who may call then."
+        "",
+        "host:port where the router listens, instead of --port on loopback. Its own settings say who may call then.",
+        form="HOST:PORT",
     )
     inherit: bool = setting(
         False,
@@ -110,8 +114,12 @@ class ClusterConfig(Config):
     drain_s: float = setting(30.0, "Seconds that running requests get to finish when the cluster is stopped.")
     metrics_port: int = setting(0, "Port on loopback for the router's /metrics (Prometheus). 0: not served.")
     kv: bool = setting(True, "Start a KV service, which keeps sealed KV blocks beyond the router's life.")
-    kv_dir: str = setting("", "Folder where the KV service keeps blocks and sessions beyond its own life. Unset: in memory.")
-    otlp_endpoint: str = setting("", "host:port of an OTLP/gRPC collector for spans of all services. Unset: no spans are sent.")
+    kv_dir: str = setting(
+        "", "Folder where the KV service keeps blocks and sessions beyond its own life. Unset: in memory.", form="DIR"
+    )
+    otlp_endpoint: str = setting(
+        "", "host:port of an OTLP/gRPC collector for spans of all services. Unset: no spans are sent.", form="HOST:PORT"
+    )
     start_s: float = setting(600.0, "Seconds that the services get to load and become ready.")
 
     def validate(self) -> None:

@@ -22,9 +22,11 @@ from forefetch.errors import ConfigError
 C = TypeVar("C", bound="Config")
 
 
-def setting(default: Any, text: str, *, choices: Sequence[str] = ()) -> Any:
-    """A dataclass field with its paragraph. `choices` limits a string to a closed set."""
-    return dataclasses.field(default=default, metadata={"help": " ".join(text.split()), "choices": tuple(choices)})
+def setting(default: Any, text: str, *, choices: Sequence[str] = (), form: str = "") -> Any:
+    """A dataclass field with its paragraph. `choices` limits a string to a closed set; `form` is what `--help` shows for other
+    ones, as HOST:PORT."""
+    metadata = {"help": " ".join(text.split()), "choices": tuple(choices), "form": form}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,16 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Config], only: Sequ
 def _add_argument(group: Any, cls: type[Config], field: dataclasses.Field[Any], kind: Any) -> None:
     shown = {"True": "on", "False": "off", "": "unset"}.get(str(field.default), field.default)
     text = f"{field.metadata['help']} (default: {shown}; ${cls.ENV}{field.name.upper()})".replace("%", "%%")
-    choices = "{" + ",".join(field.metadata["choices"]) + "}" if field.metadata["choices"] else None
+    choices = "{" + ",".join(field.metadata["choices"]) + "}" if field.metadata["choices"] else ""
+    plain = {int: "N", float: "X", bool: "BOOL", str: "TEXT"}[kind]
     optional: dict[str, Any] = {"nargs": "?", "const": "true"} if kind is bool else {}
     group.add_argument(
-        flag(field.name), dest=field.name, default=None, help=text, metavar=choices or kind.__name__.upper(), **optional
+        flag(field.name),
+        dest=field.name,
+        default=None,
+        help=text,
+        metavar=choices or field.metadata["form"] or plain,
+        **optional,
     )
 
 
@@ -147,20 +155,24 @@ class ServiceConfig(Config):
         "127.0.0.1:0",
         """host:port to serve gRPC on. Port 0 takes a free one; the process prints one JSON line
         {"event": "ready", "address": ..., "metrics": ...} on standard output when it can serve.""",
+        form="HOST:PORT",
     )
     metrics_listen: str = setting(
         "",
         """host:port for Prometheus' /metrics over HTTP; port 0 takes a free one. Unset: no HTTP server.""",
+        form="HOST:PORT",
     )
     health_listen: str = setting(
         "",
         """host:port for grpc.health.v1 alone, always without TLS: for probes that know no certificates, such as the kubelet's.
         The same names are served beside the API. Unset: only there.""",
+        form="HOST:PORT",
     )
     otlp_endpoint: str = setting(
         "",
         """host:port of an OTLP/gRPC collector for spans, or an http:// address for OTLP/HTTP. Unset: no spans are built. A
         collector that is down or slow costs spans, never requests.""",
+        form="HOST:PORT",
     )
     trace_ratio: float = setting(
         0.01,
@@ -168,12 +180,13 @@ class ServiceConfig(Config):
         decision wins). Failed and slow requests are always built.""",
     )
     reflection: bool = setting(False, "Serve gRPC reflection, so that generic clients can list and call the services.")
-    tls_cert: str = setting("", "PEM file with this server's certificate chain. Needs --tls-key.")
-    tls_key: str = setting("", "PEM file with the certificate's private key. Needs --tls-cert.")
+    tls_cert: str = setting("", "PEM file with this server's certificate chain. Needs --tls-key.", form="FILE")
+    tls_key: str = setting("", "PEM file with the certificate's private key. Needs --tls-cert.", form="FILE")
     tls_ca: str = setting(
         "",
         """PEM file with the authority that signs peers. With --tls-cert set, callers must present a certificate it signed;
         calls to other services of the cluster are made over TLS, with the same certificate.""",
+        form="FILE",
     )
     allow_plaintext: bool = setting(
         False, "Serve without TLS on an address that is not loopback. Meant for networks that encrypt by other means."

@@ -37,6 +37,7 @@ class KvConfig(AuthConfig):
         """Folder for blocks and session logs, made if it is missing; a restart finds there what it held and serves at once.
         One service per folder. What is damaged at start is renamed to *.damaged and an empty store takes its place.
         Unset: memory only, and a restart forgets everything.""",
+        form="DIR",
     )
     disk_gb: float = setting(
         16.0,
@@ -57,6 +58,7 @@ class KvConfig(AuthConfig):
         "",
         """Tenants, separated by commas, whose callers may inspect and verify the blocks of all tenants. Others see their
         own.""",
+        form="NAME,...",
     )
     session_mb: int = setting(
         256,

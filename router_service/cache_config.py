@@ -23,11 +23,13 @@ class CacheConfig(ServiceConfig):
         """KV services as host:port,host:port. They take sealed blocks and give them back to later requests with the same
         beginning. Blocks and sessions are spread over them by their addresses as written here, so every router must write
         the same. Unset: none.""",
+        form="HOST:PORT,...",
     )
     kv_token_file: str = setting(
         "",
         """File with the bearer token that this router shows to KV services. What its own callers are allowed is for
         --auth-tokens: each tenant's blocks and sessions are apart from the others', under whatever name the router has.""",
+        form="FILE",
     )
     kv_fetch_s: float = setting(
         5.0,
@@ -80,6 +82,7 @@ class CacheConfig(ServiceConfig):
         "",
         """Sealed formats: layers that keep float16 pages, as 0,5 counted from 0. `forefetch quality --layers` says which layers
         a model is sensitive in.""",
+        form="N,N,...",
     )
     page_size: int = setting(
         128, """Tokens in a KV page. Smaller pages waste less memory on short requests and cost more book-keeping."""

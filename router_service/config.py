@@ -23,13 +23,15 @@ class RouterConfig(AuthConfig, DiscoveryConfig, CacheConfig):
     ENV: ClassVar[str] = "FOREFETCH_ROUTER_"
 
     model: str = setting(
-        "", "Folder of the checkpoint in Hugging Face form. The router reads everything but routed experts. Required."
+        "",
+        "Folder of the checkpoint in Hugging Face form. The router reads everything but routed experts. Required.",
+        form="DIR",
     )
     allow_synthetic: bool = setting(
         False,
         "Serve --model synthetic:NAME, a known model's shapes with random weights: for measuring, not for answers.",
     )
-    device: str = setting("auto", "Where the trunk runs: cpu, cuda, cuda:1, or auto (cuda if there is one).")
+    device: str = setting("auto", "Where the trunk runs: cpu, cuda, cuda:1, or auto (cuda if there is one).", form="DEVICE")
     dtype: str = setting(
         "auto",
         """Type the trunk computes in; workers must use the same. auto: float32 on a CPU (CPUs are slow at 16 bits),
@@ -43,6 +45,7 @@ class RouterConfig(AuthConfig, DiscoveryConfig, CacheConfig):
         this process, on its own device, as large a one: that of --shard 0 if local is named first, of as many --shards as
         names. kubernetes:NAMESPACE/SERVICE: those of a headless Service, which may come and go; one of its routers says
         which worker holds what.""",
+        form="HOST:PORT,...",
     )
     link: str = setting(
         "auto",
@@ -73,6 +76,7 @@ class RouterConfig(AuthConfig, DiscoveryConfig, CacheConfig):
         "100%",
         """Device slots of the local worker: a share of its experts, or a count. Ignored when --workers names
         addresses.""",
+        form="N|N%",
     )
     miss: str = setting(
         "auto",
@@ -144,6 +148,7 @@ class RouterConfig(AuthConfig, DiscoveryConfig, CacheConfig):
         "auto",
         """Row counts that steps are padded to, ascending, comma separated, so that device buffers keep a few fixed
         shapes. none: no padding. auto: powers of two on a GPU, none on a CPU, where padding only costs time.""",
+        form="N,N,...",
     )
     graphs: str = setting(
         "auto",

@@ -50,7 +50,9 @@ class DiscoveryConfig(ServiceConfig):
         """Seconds after which a router that planned the placement and went silent is replaced by another one. Shorter replaces
         sooner and asks the API server more often.""",
     )
-    kube_api: str = setting("", "URL of the API server. Unset: that of the cluster this pod runs in, with its service account.")
+    kube_api: str = setting(
+        "", "URL of the API server. Unset: that of the cluster this pod runs in, with its service account.", form="URL"
+    )
     kube_timeout_s: float = setting(60.0, "Seconds after which a watch that says nothing is taken for dead and made again.")
 
     def validate(self) -> None:

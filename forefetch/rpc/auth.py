@@ -42,6 +42,7 @@ class AuthConfig(ServiceConfig):
         "",
         """File of bearer tokens, a line `tenant: token` each, tokens of 16 characters or more. Callers must send one of them as
         `authorization: Bearer TOKEN` and act for its tenant. Read again when it changes. Unset: no tokens are asked for.""",
+        form="FILE",
     )
     auth_certificates: bool = setting(
         False,
