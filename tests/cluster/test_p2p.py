@@ -24,7 +24,8 @@ FLAGS = (*SMALL, "--worker-grace-s=60", "--p2p-halves-from=4", "--p2p-patience-s
 
 @pytest.fixture(scope="module")
 def cluster(start: Start) -> Cluster:
-    return start(CASE, link="p2p", router=FLAGS)
+    """Workers with slots for half of their experts, so that calls over lanes also wait for copies."""
+    return start(CASE, link="p2p", router=FLAGS, worker=("--slots=50%",))
 
 
 @pytest.fixture
@@ -64,8 +65,8 @@ def test_a_worker_killed_in_a_step_costs_no_token(
 
 
 def test_two_routers_have_lanes_to_the_same_workers(router: Router, cluster: Cluster, oracle: Callable[[str], Oracle]) -> None:
-    """Each its own; one that is killed takes nothing from the other. The second holds a third of the experts itself, which the
-    workers hold too: replicas share rows."""
+    """Each its own; a worker that is killed is both's, a router that is takes nothing from the other. The second holds a third
+    of the experts itself, which the workers hold too: replicas share rows."""
     workers = ",".join(cluster.processes[name].address for name in cluster.worker_names)
     flags = [f"--model={cluster.config.model}", "--device=cpu", "--link=p2p", f"--workers=local,{workers}", *FLAGS]
     other = Process("other", "router_service", flags, settings.child_environment())
@@ -77,6 +78,15 @@ def test_two_routers_have_lanes_to_the_same_workers(router: Router, cluster: Clu
         expected = oracle(CASE).greedy(PROMPT, LONG)
         assert [stream.done().tokens for stream in streams] == [expected] * 3
         assert second.stats().p2p_steps > 0
+        streams = [Background(each, PROMPT, LONG) for each in (router, second)]
+        for stream in streams:
+            stream.wait_for(8)
+        cluster.kill("worker-1")
+        assert max(len(stream.tokens) for stream in streams) < LONG, "the kill came too late to test anything"
+        cluster.restart("worker-1")
+        assert [stream.done().tokens for stream in streams] == [expected] * 2
+        for each in (router, second):
+            each.lanes_carry(PROMPT)
         doomed, kept = Background(second, PROMPT, LONG), Background(router, PROMPT, LONG)
         doomed.wait_for(8)
         breaks = router.stats().p2p_breaks
