@@ -27,27 +27,32 @@ class Beside:
     def __init__(self, link: LocalLink, shape: LaneShape, device: torch.device) -> None:
         """Mismatch when the experts cannot be evaluated within a recorded step."""
         self.link, self.core, self.shape = link, link.core, shape
-        self.down, self.port = "", self._port(device)
+        self.down = ""
         self.on_down: Callable[[str], None] = lambda reason: None
         self._layers = sorted(link.info.layers)
         self._packed: PackedExperts | None = None
         if device.type == "cuda":
             experts = link.core.experts
-            if not isinstance(experts, PackedExperts) or experts.moves:
-                raise Mismatch("--workers local beside others: over p2p lanes all its experts must be on the GPU (--slots)")
+            if not isinstance(experts, PackedExperts):
+                raise Mismatch("no kernel evaluates experts of this model's sizes and types within a recorded step")
+            if experts.moves:
+                raise Mismatch("over p2p lanes all experts of the local worker must be on the GPU (--slots)")
             self._packed, self._scratch = experts, experts.lane_scratch(shape.rows)
+        self.port = self._port(device)
         self.port.ids.fill_(-1)
 
     def _port(self, device: torch.device) -> Any:
         shape, dtype = self.shape, self.link.info.dtype
         if device.type == "cuda":
+            from forefetch.p2p import memory
             from forefetch.p2p.device import DevicePort
-            from forefetch.p2p.memory import Mapped
 
-            return DevicePort(Mapped(shape.inbox_bytes, device), Mapped(shape.outbox_bytes, device), shape, dtype)
-        memory = shm.Segment.create(shape.inbox_bytes, shape.outbox_bytes)
-        memory.unlink()
-        return HostPort(memory, shape, dtype)
+            if not memory.available():
+                raise Mismatch("p2p lanes between GPUs need CUDA's driver bindings (pip install 'forefetch[gpus]')")
+            return DevicePort(*(memory.Mapped(size, device) for size in (shape.inbox_bytes, shape.outbox_bytes)), shape, dtype)
+        segment = shm.Segment.create(shape.inbox_bytes, shape.outbox_bytes)
+        segment.unlink()
+        return HostPort(segment, shape, dtype)
 
     def evaluate(self, place: int, first: int, count: int) -> None:
         """Rows first .. first + count of MoE layer `place`, which were just put."""

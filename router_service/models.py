@@ -6,6 +6,7 @@ import logging
 
 from expert_worker import client as expert
 from forefetch import rpc
+from forefetch.errors import Mismatch
 from forefetch.kernels import compiled as kernels
 from forefetch.kernels.gate import choose
 from forefetch.p2p.host import HostLanes
@@ -74,14 +75,19 @@ def captured(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: Route
 
 
 def laned(trunk: Trunk, buffers: LayoutBuffers, workers: Workers, config: RouterConfig) -> Model:
-    """The trunk, its steps recorded over p2p lanes to all workers."""
+    """The trunk, its steps recorded over p2p lanes to all workers; unrecorded, over other links, if a local one can have none."""
     spec, device, dtype = trunk.spec, trunk.embedding.device, trunk.dtype
     alone = all(worker.address != LOCAL for worker in workers.rows)  # else there is nothing to do while others evaluate a half
     shapes = {layout: step_shape(layout, config.p2p_halves_from if alone else 0) for layout in buffers.layouts()}
     rows = max(step.rows for step in shapes.values())
     shape = LaneShape(rows, spec.hidden_size, spec.top_k, len(spec.moe_layers), dtype.itemsize)
     links = [worker.link for worker in workers.rows]
-    own = next((lane for link in links if link is not None and (lane := expert.beside(link, shape, device))), None)
+    try:
+        own = next((lane for link in links if link is not None and (lane := expert.beside(link, shape, device))), None)
+    except Mismatch as error:
+        log.warning("starting without p2p lanes: %s", error)
+        buffers.unrecorded()
+        return in_halves(trunk, config)
     place = -1 if own is None else links.index(own.link)
     lanes: Attached
     if device.type == "cuda":
