@@ -75,7 +75,7 @@ def captured(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: Route
 
 
 def laned(trunk: Trunk, buffers: LayoutBuffers, workers: Workers, config: RouterConfig) -> Model:
-    """The trunk, its steps recorded over p2p lanes to all workers; unrecorded, over other links, if a local one can have none."""
+    """The trunk, its steps recorded over p2p lanes to all workers; unrecorded, if a local one can have none."""
     spec, device, dtype = trunk.spec, trunk.embedding.device, trunk.dtype
     alone = all(worker.address != LOCAL for worker in workers.rows)  # else there is nothing to do while others evaluate a half
     shapes = {layout: step_shape(layout, config.p2p_halves_from if alone else 0) for layout in buffers.layouts()}
