@@ -49,7 +49,8 @@ class Beside:
 
             if not memory.available():
                 raise Mismatch("p2p lanes between GPUs need CUDA's driver bindings (pip install 'forefetch[gpus]')")
-            return DevicePort(*(memory.Mapped(size, device) for size in (shape.inbox_bytes, shape.outbox_bytes)), shape, dtype)
+            inbox, outbox = memory.Mapped(shape.inbox_bytes, device), memory.Mapped(shape.outbox_bytes, device)
+            return DevicePort(inbox, outbox, shape, dtype)
         segment = shm.Segment.create(shape.inbox_bytes, shape.outbox_bytes)
         segment.unlink()
         return HostPort(segment, shape, dtype)
