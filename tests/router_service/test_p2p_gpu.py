@@ -66,6 +66,10 @@ class Here:
             total += part.float()
         return total.to(x.dtype)
 
+    def unsummed(self, layer: int, x: Tensor, logits: Tensor) -> Tensor:
+        """See Resident; what lanes bring is added up."""
+        return self.route(layer, x, logits)
+
 
 @dataclass
 class Bench:
@@ -142,8 +146,8 @@ def watch(patch: pytest.MonkeyPatch, gates: Tensor) -> None:
         gates[layer, first : first + len(x)].copy_(x)
         return send(self, layer, first, x, logits)
 
-    def seen(route: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def routed(self: Any, layer: int, x: Tensor, logits: Tensor) -> Tensor:
+    def seen(route: Callable[..., Any]) -> Callable[..., Any]:
+        def routed(self: Any, layer: int, x: Tensor, logits: Tensor) -> Any:
             gates[layer, : len(x)].copy_(x)
             return route(self, layer, x, logits)
 
@@ -151,6 +155,7 @@ def watch(patch: pytest.MonkeyPatch, gates: Tensor) -> None:
 
     patch.setattr(LaneExperts, "send", sent)
     patch.setattr(PackedExperts, "route", seen(PackedExperts.route))
+    patch.setattr(PackedExperts, "unsummed", seen(PackedExperts.unsummed))
     patch.setattr(Here, "route", seen(Here.route))
 
 

@@ -23,9 +23,8 @@ def add_rms_norm(x: Tensor, y: Tensor | Unsummed | None, weight: Tensor, eps: fl
     total = x if y is None else torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
     normed = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(hidden)
-    wide = isinstance(y, Unsummed) or (y is not None and y.ndim == 3)
     form: dict[str, Any] = {"HIDDEN": hidden, "BLOCK": block, **early(x)}
-    form["num_warps"] = min(8, max(1, block // (256 if wide else 512)))
+    form["num_warps"] = min(8, max(1, block // 256))  # whatever y is: the sum of squares is ordered by it
     if isinstance(y, Unsummed):
         _weigh_rms_norm[(rows,)](x, *_parts(y, rows), weight, total, normed, x.stride(0), eps, alpha, **_sizes(y, rows), **form)
     else:

@@ -91,3 +91,17 @@ def test_the_pairs_of_a_token_are_added_up_first(device: str) -> None:
         assert not any(counter.any() for counter in counters)
     with pytest.raises(ValueError, match="pairs"):
         triton.add_rms_norm(x, Unsummed(y[:11], by, live, counters), weight, 1e-6, 1.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("hidden", [96, 2048, 4096])
+def test_a_row_is_the_same_bits_in_whatever_form_it_comes(device: str, hidden: int) -> None:
+    """Added up, as a share, or as pairs: so that experts behind lanes, which come added up, leave what experts beside leave."""
+    draw = torch.Generator().manual_seed(3)
+    x, y, weight = (torch.randn(s, generator=draw).to(device, torch.bfloat16) for s in ((7, hidden), (7, hidden), (hidden,)))
+    one, live = torch.ones(7, device=device), torch.ones(7, dtype=torch.int32, device=device)
+    counters = torch.ones(8, dtype=torch.int32, device=device), torch.ones(16, dtype=torch.int32, device=device)
+    expected = triton.add_rms_norm(x, y, weight, 1e-6, 1.0)
+    for form in (y.float()[None], Unsummed(y.float(), one, live, counters)):
+        found = triton.add_rms_norm(x, form, weight, 1e-6, 1.0)
+        assert all(torch.equal(*both) for both in zip(found, expected, strict=True))
