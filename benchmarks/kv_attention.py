@@ -21,8 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks.results import Row, append
+from forefetch.kernels.attention import decode_sealed
 from forefetch.kernels.attention import triton as dense
-from forefetch.kernels.attention.sealed import SealedKv, SealedPlan, decode_sealed, decode_sealed_ref, gather_row
+from forefetch.kernels.attention.sealed import SealedKv, SealedPlan, decode_sealed_ref, gather_row
 from forefetch.kernels.kv_codec import KvFormat, seal
 
 DEVICE = "cuda"

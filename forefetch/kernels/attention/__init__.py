@@ -15,8 +15,10 @@ from forefetch.kernels.attention import cpu
 from forefetch.kernels.attention.chunks import ChunkPlan, fill_blocks, prefill_chunks
 from forefetch.kernels.attention.cpu import DecodePlan, plan_decode, prefill
 from forefetch.kernels.attention.paged import PagedPlan, decode_paged
-from forefetch.kernels.attention.sealed import decode_sealed
-from forefetch.kernels.attention.sealed_chunks import Rows, enter_chunks, plan_chunks, prefill_sealed
+from forefetch.kernels.attention.sealed import Rows, SealedKv, SealedPlan
+from forefetch.kernels.attention.sealed_chunks import enter_chunks, plan_chunks, prefill_sealed
+from forefetch.kernels.attention.sealed_cpu import decode_sealed_cpu
+from forefetch.kernels.kv_codec.formats import KvFormat
 
 __all__ = [
     "ChunkPlan",
@@ -51,3 +53,18 @@ def decode_planned(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: DecodePlan |
     if isinstance(plan, PagedPlan):
         return decode_paged(q, k_pool, v_pool, plan, scale)
     return cpu.decode_planned(q, k_pool, v_pool, plan, scale)
+
+
+def decode_sealed(q: Tensor, kv: SealedKv, plan: SealedPlan, format: KvFormat, scale: float) -> Tensor:
+    """`sealed.decode_sealed_ref` as fast as the device can: q [B, Hq, D] -> [B, Hq, D].
+
+    On a GPU nothing of the plan is read on the host, so that a captured graph can replay it; there a row of length 0 is idle
+    and comes out as zeros.
+    """
+    if not q.is_cuda:
+        return decode_sealed_cpu(q, kv, plan, format, scale)
+    from forefetch.kernels.attention import gluon, sealed_triton
+
+    if gluon.supports(format, q.shape[1] // len(kv.pages), q.device):
+        return gluon.decode_sealed(q, kv, plan, format, scale)
+    return sealed_triton.decode_sealed(q, kv, plan, format, scale)

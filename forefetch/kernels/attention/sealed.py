@@ -45,6 +45,20 @@ class SealedPlan:
     tail: Tensor  # [B]: the row's entry among tails and sinks
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A layer's tails and sinks of K and V, float16 [2, Hkv, entries, .., D]; entries from `lanes` on are a step's rows."""
+
+    tails: Tensor
+    sinks: Tensor
+    lanes: int
+
+    @property
+    def own(self) -> Tensor:
+        """The step's rows [2, Hkv, rows, D]."""
+        return self.tails[:, :, self.lanes :].flatten(2, 3)
+
+
 def decode_sealed_ref(q: Tensor, kv: SealedKv, plan: SealedPlan, format: KvFormat, scale: float) -> Tensor:
     """q [B, Hq, D] -> [B, Hq, D] in q's type; computed in float32, or in float64 for float64 queries."""
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -69,20 +83,3 @@ def gather_row(kv: SealedKv, plan: SealedPlan, row: int, format: KvFormat, dtype
         whole = torch.cat((body, tails[:, tail, : length - sealed * format.page].to(dtype)), 1)
         results.append(torch.cat((sinks[:, tail, :count].to(dtype), whole[:, count:]), 1))
     return results[0], results[1]
-
-
-def decode_sealed(q: Tensor, kv: SealedKv, plan: SealedPlan, format: KvFormat, scale: float) -> Tensor:
-    """`decode_sealed_ref` as fast as the device can: q [B, Hq, D] -> [B, Hq, D].
-
-    On a GPU nothing of the plan is read on the host, so that a captured graph can replay it; there a row of length 0 is idle
-    and comes out as zeros.
-    """
-    if not q.is_cuda:
-        from forefetch.kernels.attention.sealed_cpu import decode_sealed_cpu
-
-        return decode_sealed_cpu(q, kv, plan, format, scale)
-    from forefetch.kernels.attention import gluon, sealed_triton
-
-    if gluon.supports(format, q.shape[1] // len(kv.pages), q.device):
-        return gluon.decode_sealed(q, kv, plan, format, scale)
-    return sealed_triton.decode_sealed(q, kv, plan, format, scale)

@@ -17,23 +17,9 @@ import torch
 from torch import Tensor
 
 from forefetch.kernels.attention.chunks import BLOCK, ChunkPlan, fill_blocks
-from forefetch.kernels.attention.sealed import SealedKv
+from forefetch.kernels.attention.sealed import Rows, SealedKv
 from forefetch.kernels.kv_codec import seal
 from forefetch.kernels.kv_codec.formats import KvFormat
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A layer's tails and sinks of K and V, float16 [2, Hkv, entries, .., D]; entries from `lanes` on are a step's rows."""
-
-    tails: Tensor
-    sinks: Tensor
-    lanes: int
-
-    @property
-    def own(self) -> Tensor:
-        """The step's rows [2, Hkv, rows, D]."""
-        return self.tails[:, :, self.lanes :].flatten(2, 3)
 
 
 def plan_chunks(chunks: list[tuple[int, int, int, int, int]], pages: list[list[int]]) -> ChunkPlan:

@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forefetch.kernels.attention.chunks import BLOCK, ChunkPlan
-from forefetch.kernels.attention.sealed import SealedKv
-from forefetch.kernels.attention.sealed_chunks import Rows
+from forefetch.kernels.attention.sealed import Rows, SealedKv
 from forefetch.kernels.attention.sealed_triton import _add
 from forefetch.kernels.attention.triton import Scratch, merge
 from forefetch.kernels.kv_codec.formats import KvFormat

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from forefetch.kernels.attention import triton_sealed_chunks
 from forefetch.kernels.attention.chunks import BLOCK, ChunkPlan
-from forefetch.kernels.attention.sealed import SealedKv
-from forefetch.kernels.attention.sealed_chunks import Rows, enter_chunks, plan_chunks, prefill_sealed
+from forefetch.kernels.attention.sealed import Rows, SealedKv
+from forefetch.kernels.attention.sealed_chunks import enter_chunks, plan_chunks, prefill_sealed
 from forefetch.kernels.attention.sealed_cpu import prefill_sealed_cpu
 from forefetch.kernels.kv_codec import NAMES, KvFormat, seal, sealing
 
