@@ -1,6 +1,6 @@
 """One MoE layer's routed experts on a GPU, Qwen3-30B-A3B shapes: every format, checked and timed in one run.
 
-    python -m benchmarks.expert_mlp [--tokens 1 4 16 64 512 2048] [--formats int4 int8 bfloat16] [--processes 16] [--dry]
+    python -m benchmarks.expert_mlp [--tokens 1 4 16 64 512 2048] [--formats int4 int8 bfloat16 ...] [--processes 16] [--dry]
 
 A time is that of a whole layer (choice from logits, both products, sum) in microseconds: the median of replays of a CUDA
 graph with 12 layers, four with memory of their own in rotation. The floor is the bytes of the experts touched over the measured
@@ -32,10 +32,11 @@ FORMATS = {
     "int4": ExpertFormat("int4", 128, "fragment"),
     "int4-g64": ExpertFormat("int4", 64, "fragment"),
     "int4-portable": ExpertFormat("int4", 128),
-    "int8": ExpertFormat("int8", 128, "rows"),
+    "int8": ExpertFormat("int8", 128, "fragment"),
+    "int8-portable": ExpertFormat("int8", 128),
     "bfloat16": ExpertFormat("bfloat16"),
 }
-LARGEST_ERROR = {"fragment": 5e-4, "rows": 4e-3, "natural": 4e-3}  # relative L2: float16 arithmetic, bfloat16 arithmetic
+LARGEST_ERROR = {"fragment": 5e-4, "natural": 4e-3}  # relative L2: float16 arithmetic, bfloat16 arithmetic
 DEVICE = "cuda"
 
 

@@ -31,10 +31,10 @@ LOCK_NS = 2_000_000_000
 
 
 def packed_format(spec: ModelSpec, kind: Kind, dtype: torch.dtype, device: torch.device) -> ExpertFormat:
-    """How experts of these sizes are packed: int4 in the order of Hopper's tensor-core operands where that has a kernel."""
+    """How experts of these sizes are packed: codes in the order of Hopper's tensor-core operands where that has kernels."""
     whole = spec.hidden_size % 128 == 0 and spec.expert_width % 128 == 0
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    fragment = kind == "int4" and whole and hopper and dtype.itemsize == 2
+    fragment = kind in {"int4", "int8"} and whole and hopper and dtype.itemsize == 2
     return ExpertFormat(kind, order="fragment" if fragment else "natural")
 
 

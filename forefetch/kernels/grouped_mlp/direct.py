@@ -1,7 +1,7 @@
-"""The two products for a few tokens, where latency counts and not bytes: int4 in fragment order, a launch each.
+"""The two products for a few tokens, where latency counts and not bytes: fragment order, a launch each.
 
-A program takes 32 weight rows of one pair, with all of their codes in flight at once; its warps share the inputs out among
-themselves and their sums are added in a fixed order. Pairs are not grouped by expert, so routing needs no kernel: a program
+A program takes 32 weight rows of one pair, or 64, with all of their codes in flight at once; its warps share the inputs out
+among themselves and their sums are added in a fixed order. Whatever does not need the codes is done before they arrive. Pairs are not grouped by expert, so routing needs no kernel: a program
 reads its expert from `ids`, or finds it in the logits itself. Of the tensor core's eight columns one is used.
 
 With programmatic dependent launch the second product's programs fill their share of the machine while the first still runs,
@@ -26,14 +26,13 @@ _PACK = gl.constexpr("cvt.rn.f16x2.f32 $0, $1, $2;")
 _LOWEST = gl.constexpr(-0x80000000)
 
 
-def layouts(warps: int, group: int, experts: int) -> dict[str, Any]:
-    """`mma.layouts`, a layout for the logits of one row, and one for the rows of a finished sum."""
-    padded, bits = max(32, 1 << (experts - 1).bit_length()), warps.bit_length() - 1
+def layouts(warps: int, group: int, bits: int, experts: int) -> dict[str, Any]:
+    """`mma.layouts`, and a layout for the logits of one row."""
+    padded, doublings = max(32, 1 << (experts - 1).bit_length()), warps.bit_length() - 1
     own = [[32 << bit] for bit in range((padded // 32).bit_length() - 1)]
     return {
-        **mma.layouts(warps, group),
-        "EXPERTS": gl.DistributedLinearLayout(own, [[1], [2], [4], [8], [16]], [[0]] * bits, [], [padded]),
-        "ROWS": gl.BlockedLayout([1, 1], [16, 2], [1, warps], [0, 1]),
+        **mma.layouts(warps, group, bits),
+        "EXPERTS": gl.DistributedLinearLayout(own, [[1], [2], [4], [8], [16]], [[0]] * doublings, [], [padded]),
     }
 
 
@@ -41,89 +40,131 @@ def layouts(warps: int, group: int, experts: int) -> dict[str, Any]:
 def product(
     source, ids, weights, logits, slot_of, pool, pool_half, to, live, constants, stride, row_stride,
     H: gl.constexpr, W: gl.constexpr, E: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, TYPE: gl.constexpr,
-    CHOOSE: gl.constexpr, RENORMALISE: gl.constexpr, PDL: gl.constexpr, EXPERTS: gl.constexpr, ROWS: gl.constexpr,
-    WARPS: gl.constexpr, GROUP: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr, WORDS: gl.constexpr,
-    COPY: gl.constexpr, SCALES: gl.constexpr, SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr,
+    TILES: gl.constexpr, CHOOSE: gl.constexpr, RENORMALISE: gl.constexpr, PDL: gl.constexpr, EXPERTS: gl.constexpr,
+    WARPS: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
+    WORDS: gl.constexpr, COPY: gl.constexpr, SCALES: gl.constexpr, SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr,
 ):  # fmt: skip
     """GATE: h [P, W] float16 from x [T, H] as int32 (rows `row_stride` words apart, of TYPE). Else y [P, H] from h as int32.
 
-    CHOOSE: experts come from logits [T, E] of 16 bits (contiguous), and are written to ids, weights by the first product.
+    A program takes TILES tiles of a pair. CHOOSE: experts come from logits [T, E] of 16 bits (contiguous); the first product
+    also writes them to ids and weights, once its own codes are on the way.
     """
-    TILES: gl.constexpr = W // 16 if GATE else H // 32
+    BLOCKS: gl.constexpr = (W // 16 if GATE else H // 32) // TILES
     STEPS: gl.constexpr = (H if GATE else W) // 128
+    EACH: gl.constexpr = STEPS // WARPS
     program = gl.program_id(0)
     if PDL and GATE:
         program = gl.inline_asm_elementwise(_WAIT, "=r,r", [program], dtype=gl.int32, is_pure=False, pack=1)
     if PDL:
         program = gl.inline_asm_elementwise(_RELEASE, "=r,r", [program], dtype=gl.int32, is_pure=False, pack=1)
-    pair, tile = program // TILES, program % TILES
+    pair, block = program // BLOCKS, program % BLOCKS
+    row = pair // K
+    if GATE:
+        xs = _inputs(source, row, row_stride, EACH, INPUTS)
     if CHOOSE:
-        expert, weight = _choose(logits + pair // K * E, pair % K, E, K, RENORMALISE, EXPERTS)
-        if GATE and tile == 0:
-            gl.store(ids + pair, expert)
-            gl.store(weights + pair, weight)
+        keys = _keys(logits + row * E, E, EXPERTS)
+        best = _ranked(keys, pair % K, K)
+        expert = 1023 - (best & 1023)
     else:
         expert = gl.load(ids + pair).to(gl.int32)
     slot = gl.load(slot_of + gl.maximum(expert, 0))
     held = (expert >= 0) & (slot >= 0)
-    if GATE and tile == 0:
-        gl.store(live + pair, held.to(gl.int32))
     if held:
-        first = tile * STEPS + (0 if GATE else W * H // 2048)  # of the tile's steps in the blob
-        base = slot.to(gl.int64) * stride
-        low, high = _sums(source, pair // K if GATE else pair, row_stride if GATE else W // 2, base, first, pool, pool_half,
-                          constants, STEPS // WARPS, H, W, GATE, TYPE, PDL, WARPS, GROUP, MMA, A, B, WORDS, COPY, SCALES,
-                          SCALE_COPY, INPUTS)  # fmt: skip
-        low, high = _over_warps(low, WARPS, ROWS), _over_warps(high, WARPS, ROWS)
-        r = gl.arange(0, 16, gl.SliceLayout(1, ROWS))
-        mask = (gl.arange(0, 8, gl.SliceLayout(0, ROWS)) == 0)[None, :] & (r >= 0)[:, None]
-        at = to + pair * (W if GATE else H) + (tile * (16 if GATE else 32) + r)[:, None] + gl.zeros([16, 8], gl.int32, ROWS)
+        first = block * (TILES * STEPS) + (0 if GATE else W * H // 2048)  # of the tiles' steps in the blob
+        ring = _fetched(slot.to(gl.int64) * stride, first, pool, pool_half, STEPS, TILES, H, W, WARPS, GROUP, BITS, COPY,
+                        SCALE_COPY)  # fmt: skip
+        eights = mma.offset(constants, WARPS, GROUP, A)
         if GATE:
-            gl.store(at, mma.activation(low, high, r), mask=mask)
+            inputs = xs
         else:
-            gl.store(at, low * mma.UNSCALE, mask=mask)
-            gl.store(at + 16, high * mma.UNSCALE, mask=mask)
+            first_done = pair
+            if PDL:
+                first_done = gl.inline_asm_elementwise(_WAIT, "=r,r", [pair], dtype=gl.int32, is_pure=False, pack=1)
+            inputs = _inputs(source, first_done, W // 2, EACH, INPUTS)
+        operands, starts = _operands(inputs, eights, EACH, GATE, TYPE, WARPS, GROUP, BITS, MMA, B, INPUTS)
+        for tile in gl.static_range(TILES):
+            low, high = _sums(ring, tile, TILES, operands, starts, EACH, WARPS, GROUP, BITS, MMA, A, B, WORDS, SCALES)
+            low, high = _over_warps(low, high, WARPS)
+            r = gl.arange(0, 16, low.type.layout)
+            at = to + pair * (W if GATE else H) + (block * TILES + tile) * (16 if GATE else 32) + r
+            if GATE:
+                gl.store(at, mma.activation(low, high, r, BITS))
+            else:
+                gl.store(at, low * mma.UNSCALE)
+                gl.store(at + 16, high * mma.UNSCALE)
+    elif PDL and not GATE:  # who waits for this product must find the first one done
+        gl.inline_asm_elementwise(_WAIT, "=r,r", [pair], dtype=gl.int32, is_pure=False, pack=1)
+    if GATE and block == 0:
+        gl.store(live + pair, held.to(gl.int32))
+        if CHOOSE:
+            gl.store(ids + pair, expert)
+            gl.store(weights + pair, _weight(logits + row * E, keys, best, E, K, RENORMALISE, EXPERTS))
+
+
+@gluon.jit
+def _fetched(
+    base, first, pool, pool_half, STEPS: gl.constexpr, TILES: gl.constexpr, H: gl.constexpr, W: gl.constexpr,
+    WARPS: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, COPY: gl.constexpr, SCALE_COPY: gl.constexpr,
+):  # fmt: skip
+    """Starts the copies of all steps of the tiles, each warp its own steps, a group of copies each. `base` counts 2 KB,
+    `first` steps."""
+    EACH: gl.constexpr = STEPS // WARPS
+    SIZE: gl.constexpr = 128 * BITS  # words of a step
+    HALVES: gl.constexpr = 32 * (128 // GROUP)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    words = gl.allocate_shared_memory(gl.int32, [TILES * EACH, SIZE * WARPS], plain)
+    scales = gl.allocate_shared_memory(gl.float16, [TILES * EACH, HALVES * WARPS], plain)
+    i = gl.arange(0, SIZE * WARPS, COPY)
+    j = gl.arange(0, HALVES * WARPS, SCALE_COPY)
+    from_words = pool + base * 512 + (first + i // SIZE * EACH) * SIZE + i % SIZE
+    at = base * 32 + 3 * W * H * BITS // 512 + (first + j // HALVES * EACH) * (128 // GROUP)
+    from_scales = pool_half + at * 32 + j % HALVES
+    for tile in gl.static_range(TILES):
+        for step in gl.static_range(EACH):
+            ahead = tile * STEPS + step
+            mma.fetch(words, scales, tile * EACH + step, from_words + ahead * SIZE, from_scales + ahead * HALVES)
+            async_copy.commit_group()
+    return words, scales
+
+
+@gluon.jit
+def _operands(
+    xs, eights, EACH: gl.constexpr, GATE: gl.constexpr, TYPE: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr,
+    BITS: gl.constexpr, MMA: gl.constexpr, B: gl.constexpr, INPUTS: gl.constexpr,
+):  # fmt: skip
+    """Each step's inputs as tensor cores take them, and what the codes' offset makes of them: while codes are on the way."""
+    operands = ()
+    starts = ()
+    for step in gl.static_range(EACH):
+        x = mma.operand(_prepare(xs[step], TYPE, BITS, INPUTS) if GATE else xs[step], INPUTS, B)
+        operands = operands + (x,)  # type: ignore[assignment]  # noqa: RUF005
+        starts = starts + (mma.starts(x, eights, WARPS, GROUP, MMA, B),)  # type: ignore[assignment]  # noqa: RUF005
+    return operands, starts
 
 
 @gluon.jit
 def _sums(
-    source, row, row_words, base, first, pool, pool_half, constants, EACH: gl.constexpr,
-    H: gl.constexpr, W: gl.constexpr, GATE: gl.constexpr, TYPE: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
-    GROUP: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr, WORDS: gl.constexpr, COPY: gl.constexpr,
-    SCALES: gl.constexpr, SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr,
+    ring, tile: gl.constexpr, TILES: gl.constexpr, operands, starts, EACH: gl.constexpr, WARPS: gl.constexpr,
+    GROUP: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr, WORDS: gl.constexpr,
+    SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Each warp's sums [16 W, 8] over its own EACH steps of a row of inputs; `base` and `first` count steps of 512 words."""
-    HALVES: gl.constexpr = 32 * (128 // GROUP)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ring_words = gl.allocate_shared_memory(gl.int32, [EACH, 512 * WARPS], plain)
-    ring_scales = gl.allocate_shared_memory(gl.float16, [EACH, HALVES * WARPS], plain)
-    i = gl.arange(0, 512 * WARPS, COPY)
-    j = gl.arange(0, HALVES * WARPS, SCALE_COPY)
-    words = pool + (base + first + i // 512 * EACH) * 512 + i % 512
-    at = base * 32 + 3 * W * H // 128 + (first + j // HALVES * EACH) * (128 // GROUP)
-    scales = pool_half + at * 32 + j % HALVES
-    for step in gl.static_range(EACH):
-        mma.fetch(ring_words, ring_scales, step, words + step * 512, scales + step * HALVES)
-        async_copy.commit_group()
-    eights = mma.offset(constants, WARPS, GROUP, A)
-    if PDL and not GATE:
-        row = gl.inline_asm_elementwise(_WAIT, "=r,r", [row], dtype=gl.int32, is_pure=False, pack=1)
-    xs = _inputs(source, row, row_words, EACH, INPUTS)
+    """Each warp's sums [16 W, 8] over its own EACH steps of one of the tiles."""
     low = gl.zeros([16 * WARPS, 8], gl.float32, MMA)
     high = gl.zeros([16 * WARPS, 8], gl.float32, MMA)
     for step in gl.static_range(EACH):
-        async_copy.wait_group(EACH - 1 - step)
-        x = mma.operand(_prepare(xs[step], TYPE, INPUTS) if GATE else xs[step], INPUTS, B)
-        current = ring_words.index(step).load(gl.SliceLayout(1, WORDS))
-        scale = ring_scales.index(step).load(SCALES).to(gl.float32)
-        low, high = mma.scaled(low, high, current, x, scale, eights, True, WARPS, GROUP, MMA, WORDS, A, B)
+        async_copy.wait_group(TILES * EACH - 1 - tile * EACH - step)
+        current = ring[0].index(tile * EACH + step).load(gl.SliceLayout(1, WORDS))
+        scale = ring[1].index(tile * EACH + step).load(SCALES).to(gl.float32)
+        low, high = mma.scaled(low, high, current, operands[step], scale, starts[step], True, WARPS, GROUP, BITS, MMA, WORDS,
+                               A, B)  # fmt: skip
     return low, high
 
 
 @gluon.jit
-def _over_warps(sums, WARPS: gl.constexpr, ROWS: gl.constexpr):
-    """[16 W, 8] -> [16, 8], in the warps' order."""
-    return gl.convert_layout(gl.sum(gl.reshape(sums, (WARPS, 16, 8)), 0), ROWS)
+def _over_warps(low, high, WARPS: gl.constexpr):
+    """Twice [16 W, 8] with equal columns -> twice [16], summed in the warps' order."""
+    both = gl.join(gl.sum(low, 1), gl.sum(high, 1)) * 0.125  # eight equal numbers: exact
+    return gl.split(gl.sum(gl.reshape(both, (WARPS, 16, 2)), 0))
 
 
 @gluon.jit
@@ -144,36 +185,49 @@ def _inputs(source, row, row_words, EACH: gl.constexpr, INPUTS: gl.constexpr):
 
 
 @gluon.jit
-def _prepare(words, TYPE: gl.constexpr, INPUTS: gl.constexpr):
-    """Words of two inputs of TYPE -> two float16, divided by 16 where bit 1 of the input, bit 0 of the word, is set."""
-    k = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(2, INPUTS)))
-    factor = gl.where((k & 1) == 0, 1.0, 0.0625)[None, :]
+def _prepare(words, TYPE: gl.constexpr, BITS: gl.constexpr, INPUTS: gl.constexpr):
+    """Words of two inputs of TYPE -> two float16, for int4 divided by 16 where bit 1 of the input, bit 0 of the word, is set."""
     if TYPE == gl.bfloat16:  # noqa: SIM300  it is not a constant of Python's
         first = (words << 16).to(gl.float32, bitcast=True)
         second = (words & -65536).to(gl.float32, bitcast=True)
     else:
         first = (words & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
         second = (words >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-    return gl.inline_asm_elementwise(_PACK, "=r,r,r", [second * factor, first * factor], dtype=gl.int32, is_pure=True, pack=1)
+    if BITS == 4:
+        k = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(2, INPUTS)))
+        factor = gl.where((k & 1) == 0, 1.0, 0.0625)[None, :]
+        first *= factor
+        second *= factor
+    return gl.inline_asm_elementwise(_PACK, "=r,r,r", [second, first], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def _choose(logits, rank, E: gl.constexpr, K: gl.constexpr, RENORMALISE: gl.constexpr, EXPERTS: gl.constexpr):
-    """The expert with the `rank`-th largest logit (ties to the lower index), and its weight. E <= 1024, 16-bit logits."""
-    EP: gl.constexpr = EXPERTS.shape[0]
-    expert = gl.arange(0, EP, EXPERTS)
-    value = gl.load(logits + gl.minimum(expert, E - 1))
-    bits = value.to(gl.int16, bitcast=True).to(gl.int32)
-    key = gl.where(bits < 0, bits ^ 0x7FFF, bits) * 1024 + (1023 - expert)  # distinct, in the logits' order
-    key = gl.where(expert < E, key, _LOWEST)
-    left = key
-    mine = gl.max(key, 0)
-    for k in gl.static_range(K):
-        best = gl.max(left, 0)
+def _keys(logits, E: gl.constexpr, EXPERTS: gl.constexpr):
+    """Integers in the order of the logits, ties to the lower index, all distinct. E <= 1024, 16-bit logits."""
+    expert = gl.arange(0, EXPERTS.shape[0], EXPERTS)
+    bits = gl.load(logits + gl.minimum(expert, E - 1)).to(gl.int16, bitcast=True).to(gl.int32)
+    key = gl.where(bits < 0, bits ^ 0x7FFF, bits) * 1024 + (1023 - expert)
+    return gl.where(expert < E, key, _LOWEST)
+
+
+@gluon.jit
+def _ranked(keys, rank, K: gl.constexpr):
+    """The `rank`-th largest key."""
+    best = gl.max(keys, 0)
+    mine = best
+    for k in gl.static_range(1, K):
+        keys = gl.where(keys == best, _LOWEST, keys)
+        best = gl.max(keys, 0)
         mine = gl.where(rank == k, best, mine)
-        left = gl.where(left == best, _LOWEST, left)
-    value = value.to(gl.float32)
+    return mine
+
+
+@gluon.jit
+def _weight(logits, keys, mine, E: gl.constexpr, K: gl.constexpr, RENORMALISE: gl.constexpr, EXPERTS: gl.constexpr):
+    """What the expert of key `mine` counts."""
+    expert = gl.arange(0, EXPERTS.shape[0], EXPERTS)
+    value = gl.load(logits + gl.minimum(expert, E - 1)).to(gl.float32)
     power = gl.exp(value - gl.max(gl.where(expert < E, value, float("-inf")), 0))
-    counted = (left != key) if RENORMALISE else (expert < E)
+    counted = keys >= _ranked(keys, K - 1, K) if RENORMALISE else expert < E
     total = gl.sum(gl.where(counted, power, 0.0), 0)
-    return 1023 - (mine & 1023), gl.sum(gl.where(key == mine, power, 0.0), 0) / total
+    return gl.sum(gl.where(keys == mine, power, 0.0), 0) / total

@@ -8,8 +8,6 @@ Orders:
 - "natural" runs along rows, inputs outside: w13 is [H, 2I], w2 is [I, H], as CPU slots hold them (benchmarks/LOG.md). int4 puts
   input i of a group's first half into the low nibble and input i + group/2 into the high one, both as two's complement, so that
   unpacking is elementwise and writes straight on. Scales are [inputs / group, rows].
-- "rows" (int8 only) runs along inputs, [rows, inputs] as in a checkpoint: a GPU widens codes where they are adjacent. Scales
-  are as in natural order.
 - "fragment" is the order in which a warp's tensor-core operands come (`fragments.py`), for sizes that are multiples of 128.
 """
 
@@ -25,7 +23,7 @@ from torch import Tensor
 from forefetch.kernels.grouped_mlp import fragments
 
 Kind = Literal["bfloat16", "float16", "float32", "int8", "int4"]
-Order = Literal["natural", "rows", "fragment"]
+Order = Literal["natural", "fragment"]
 
 ALIGNMENT = 2048  # bytes; a multiple of every wide load, and of what the int4 kernel counts addresses in
 _FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -45,7 +43,7 @@ class ExpertFormat:
         """ValueError for a format that does not exist."""
         if self.kind not in get_args(Kind) or self.order not in get_args(Order) or self.group not in {64, 128}:
             raise ValueError(f"no expert format {self}")
-        if self.order != "natural" and self.kind != {"rows": "int8", "fragment": "int4"}[self.order]:
+        if self.order == "fragment" and not self.quantised:
             raise ValueError(f"{self.kind} experts have no {self.order} order")
 
     @property
@@ -112,7 +110,7 @@ def unpack(
     for index, matrix in enumerate(matrices):
         codes, scales = parts[index], parts[index + 2].view(torch.float16)
         if format.order == "fragment":
-            whole, scales = fragments.restore(codes, scales, matrix.shape, format.group, paired=index == 0)
+            whole, scales = fragments.restore(codes, scales, matrix.shape, format.group, format.bits, paired=index == 0)
             _scale(whole.t().view(scales.shape[1], -1, len(whole)), scales.t(), matrix)
         else:
             _unpack_natural(codes, scales, format, matrix)
@@ -155,7 +153,7 @@ def _turned(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) ->
 
 
 def _pack_natural(codes: Tensor, scales: Tensor, format: ExpertFormat) -> tuple[Tensor, Tensor]:
-    along = codes if format.order == "rows" else codes.t().contiguous()  # [inputs, rows]
+    along = codes.t().contiguous()  # [inputs, rows]
     if format.kind == "int4":
         low, high = along.view(scales.shape[1], 2, -1, len(codes)).unbind(1)
         along = (low & 15) | (high << 4)
@@ -165,9 +163,7 @@ def _pack_natural(codes: Tensor, scales: Tensor, format: ExpertFormat) -> tuple[
 def _unpack_natural(codes: Tensor, scales: Tensor, format: ExpertFormat, matrix: Tensor) -> None:
     rows, inputs = matrix.shape
     group = format.group_of(inputs)
-    packed = codes.view(torch.int8)
-    packed = packed.view(rows, inputs).t() if format.order == "rows" else packed
-    packed = packed.reshape(inputs // group, -1, rows)
+    packed = codes.view(torch.int8).view(inputs // group, -1, rows)
     if format.kind == "int4":
         whole = torch.empty(inputs // group, 2, group // 2, rows, dtype=torch.int8, device=codes.device)
         torch.bitwise_left_shift(packed, 4, out=whole[:, 0])
@@ -184,4 +180,4 @@ def _scale(codes: Tensor, scales: Tensor, matrix: Tensor) -> None:
 
 
 def _pack_fragment(codes: Tensor, scales: Tensor, format: ExpertFormat, index: int) -> tuple[Tensor, Tensor]:
-    return fragments.arrange(codes, scales, format.group, paired=index == 0)
+    return fragments.arrange(codes, scales, format.group, format.bits, paired=index == 0)

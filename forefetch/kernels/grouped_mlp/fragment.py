@@ -1,4 +1,4 @@
-"""Launches for int4 experts in fragment order: `direct` for a few tokens, `persistent` for a batch, `tiled` for prompts."""
+"""Launches for int4 and int8 experts in fragment order: `direct` for a few tokens, `persistent` for a batch, `tiled` for prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forefetch.kernels.grouped_mlp.scratch import MoeScratch, unit_size, units
 
 DIRECT_TOKENS = 4  # up to here a unit of one pair is faster than finding out who shares an expert
 PERSISTENT_TOKENS = 768  # beyond, units of more than eight pairs read the weights fewer times
-_DIRECT_BYTES = 64 * 1024  # of a program's shared memory, so that three or more fit an SM
+_DIRECT_BYTES = 72 * 1024  # of a program's shared memory, so that three or more fit an SM
 _REGISTERS = 65536  # of an SM, on every GPU since 2012
 
 
@@ -33,7 +33,27 @@ class Tuning:
     pdl_combine: bool = True  # the sum of the experts
 
 
-TUNING = Tuning()
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """What the direct launches are made of. Warps: the most among which a program's inputs are shared out."""
+
+    gate_warps: int = 4
+    down_warps: int = 2
+    tiles: int = 1  # of 32 weight rows a program
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """What the launches for prompts are made of."""
+
+    pairs: int = 64  # of a unit, at most
+    tiles: int = 2  # of 32 weight rows a program; wider ones leave no room for a second program beside them
+    warps: int = 4
+    stages: int = 3
+
+
+TUNING, TILED = Tuning(), Tiled()
+DIRECT = {1: Direct(), 2: Direct()}  # by tokens; more take the last
 
 
 def run(call: Call) -> None:
@@ -49,17 +69,23 @@ def run(call: Call) -> None:
 
 
 def _fits_direct(scratch: MoeScratch) -> bool:
-    return max(scratch.hidden, scratch.width) // 128 * 2176 <= _DIRECT_BYTES
+    return max(scratch.hidden, scratch.width) // 128 * _step_bytes(scratch) <= _DIRECT_BYTES
 
 
-def run_direct(call: Call) -> None:
+def _step_bytes(scratch: MoeScratch) -> int:
+    """Of 32 rows and 128 inputs: codes and scales."""
+    return 512 * scratch.format.bits + 64 * (128 // scratch.format.group)
+
+
+def run_direct(call: Call, tuning: Direct | None = None) -> None:
     """Both products a launch each, no routing."""
+    tuning = tuning or DIRECT[min(len(call.x), max(DIRECT))]
     if call.logits is not None and not _reads_logits(call.logits):
         call = _chosen(call, call.logits)
     pdl = _has_pdl(call.x.device)
-    _product(call, gate=True, pdl=pdl)
-    _product(call, gate=False, pdl=pdl)
-    combine(call, pdl)
+    _product(call, tuning, gate=True, pdl=pdl)
+    _product(call, tuning, gate=False, pdl=pdl)
+    combine(call, pdl, routed=False)
 
 
 def _reads_logits(logits: Tensor) -> bool:
@@ -74,12 +100,13 @@ def _chosen(call: Call, logits: Tensor) -> Call:
     return replace(call, logits=None)
 
 
-def _product(call: Call, gate: bool, pdl: bool) -> None:
+def _product(call: Call, tuning: Direct, gate: bool, pdl: bool) -> None:
     scratch, x, pool = call.scratch, call.x, call.pool
     hidden, width = scratch.hidden, scratch.width
     steps, tiles = (hidden // 128, width // 16) if gate else (width // 128, hidden // 32)
-    warps = next(n for n in ((4, 2, 1) if gate else (2, 1)) if steps % n == 0)
-    direct.product[(call.pairs * tiles,)](
+    warps = next(n for n in (8, 4, 2, 1) if n <= (tuning.gate_warps if gate else tuning.down_warps) and steps % n == 0)
+    wide = tuning.tiles if tiles % tuning.tiles == 0 and tuning.tiles * steps * _step_bytes(scratch) <= _DIRECT_BYTES else 1
+    direct.product[(call.pairs * tiles // wide,)](
         *(
             (x if gate else scratch.h).view(torch.int32),
             call.ids,
@@ -87,10 +114,10 @@ def _product(call: Call, gate: bool, pdl: bool) -> None:
             call.ids if call.logits is None else call.logits,
         ),
         *(call.slot_of, pool.view(torch.int32), pool.view(torch.float16), scratch.h if gate else scratch.y),
-        *(scratch.live, _constants(x.device), pool.stride(0) // 2048, x.stride(0) // 2),
+        *(scratch.live, _constants(x.device, scratch.format.bits), pool.stride(0) // 2048, x.stride(0) // 2),
         *(hidden, width, scratch.experts, scratch.top_k, gate, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16),
-        *(call.logits is not None, call.renormalise, pdl),
-        **direct.layouts(warps, scratch.format.group, scratch.experts),
+        *(wide, call.logits is not None, call.renormalise, pdl),
+        **direct.layouts(warps, scratch.format.group, scratch.format.bits, scratch.experts),
         num_warps=warps,
         **dependent(pdl),
     )
@@ -102,12 +129,12 @@ def run_persistent(call: Call, tuning: Tuning = TUNING) -> None:
     pdl = _has_pdl(device)
     early = pdl and tuning.pdl_experts
     place(call, convert=True, pdl=pdl and tuning.pdl_route)
-    persistent.experts[(_programs(device, tuning),)](
+    persistent.experts[(_programs(device, tuning, _step_bytes(scratch)),)](
         *(scratch.x_half.view(torch.int32), pool.view(torch.int32), pool.view(torch.float16), call.slot_of),
         *(scratch.counts, scratch.table, scratch.h.view(torch.int32), scratch.h, scratch.y),
-        *(scratch.ready, scratch.fault, _constants(device), scratch.tokens, pool.stride(0) // 2048),
+        *(scratch.ready, scratch.fault, _constants(device, scratch.format.bits), scratch.tokens, pool.stride(0) // 2048),
         *(scratch.hidden, scratch.width, scratch.experts, scratch.top_k, tuning.stages, tuning.short, early),
-        **persistent.layouts(scratch.format.group, scratch.experts),
+        **persistent.layouts(scratch.format.group, scratch.format.bits, scratch.experts),
         num_warps=1,
         maxnreg=tuning.registers,
         **dependent(early),
@@ -115,17 +142,19 @@ def run_persistent(call: Call, tuning: Tuning = TUNING) -> None:
     combine(call, pdl and tuning.pdl_combine)
 
 
-def run_tiled(call: Call) -> None:
-    """Routing, gate/up, down, sum, with tiles of up to 64 pairs."""
+def run_tiled(call: Call, tuning: Tiled | None = None) -> None:
+    """Routing, gate/up, down, sum, with a tile of up to `pairs` pairs a program."""
+    tuning = tuning or TILED
     scratch, pool = call.scratch, call.pool
     hidden, width, experts = scratch.hidden, scratch.width, scratch.experts
-    size = min(64, unit_size(call.pairs, experts))
+    size = min(tuning.pairs, unit_size(call.pairs, experts))
     most = units(call.pairs, experts, size)
-    tiles = 2  # of 32 weight rows a program; wider ones leave no room for a second program beside them
+    tiles = tuning.tiles if hidden // 32 % tuning.tiles == 0 and width // 16 % tuning.tiles == 0 else 2
     where = pool.view(torch.int32), pool.view(torch.float16), call.slot_of, scratch.counts, scratch.table
     shape = {
         **{"E": experts, "EP": len(scratch.counts), "H": hidden, "W": width, "M": size, "TILES": tiles},
-        **{"GROUP": scratch.format.group, "num_warps": 4, "num_stages": 3},
+        **{"GROUP": scratch.format.group, "BITS": scratch.format.bits},
+        **{"num_warps": tuning.warps, "num_stages": tuning.stages},
     }
     place(call, convert=True)
     tiled.gate_up[(most * (width // 16 // tiles),)](
@@ -138,11 +167,11 @@ def run_tiled(call: Call) -> None:
 
 
 @cache
-def _programs(device: torch.device, tuning: Tuning) -> int:
+def _programs(device: torch.device, tuning: Tuning, step: int) -> int:
     """As many as are resident together: registers and shared memory of an SM divided by a program's."""
     properties = torch.cuda.get_device_properties(device)
     registers = _REGISTERS // (32 * tuning.registers)
-    memory = int(properties.shared_memory_per_multiprocessor) // (tuning.stages * 2176 + 1024)
+    memory = int(properties.shared_memory_per_multiprocessor) // (tuning.stages * step + 1024)
     return int(properties.multi_processor_count) * min(tuning.programs, registers, memory)
 
 
@@ -152,6 +181,6 @@ def _has_pdl(device: torch.device) -> bool:
 
 
 @cache
-def _constants(device: torch.device) -> Tensor:
-    """float16 bits of -8 * 2^-24 and of 16 times that."""
-    return torch.tensor([0x8008 - 65536, 0x8080 - 65536], dtype=torch.int16, device=device)
+def _constants(device: torch.device, bits: int) -> Tensor:
+    """float16 bits of minus the codes' offset times 2^-24, for inputs with bit 1 clear and set: int4 has these times 16."""
+    return torch.tensor([{4: 0x8008, 8: 0x8080}[bits] - 65536, 0x8080 - 65536], dtype=torch.int16, device=device)

@@ -50,21 +50,22 @@ def place(call: Call, convert: bool = False, pdl: bool = False) -> None:
         *(scratch.x_half, scratch.counts, scratch.table, scratch.live),
         *(call.pairs, scratch.tokens, x.stride(0), 0 if logits is None else logits.stride(0)),
         *(scratch.experts, scratch.top_k, len(scratch.counts), scratch.hidden, triton.next_power_of_2(scratch.hidden), block),
-        *(logits is not None, call.renormalise, convert, pdl),
+        *(logits is not None, call.renormalise, convert, scratch.format.bits == 4, pdl),
         num_warps=1,
         **dependent(pdl),
     )
 
 
-def combine(call: Call, pdl: bool = False) -> None:
-    """The weighted sum of scratch.y, which also zeroes the counters. Left to whoever reads the pairs if there is no `out`."""
+def combine(call: Call, pdl: bool = False, routed: bool = True) -> None:
+    """The weighted sum of scratch.y, which also zeroes the counters. Left to whoever reads the pairs if there is no `out`.
+    routed: the routing is two kernels back, not one."""
     scratch, out = call.scratch, call.out
     if out is None:
         return
     block = min(512, triton.next_power_of_2(scratch.hidden))
     routing.combine[(len(out), triton.cdiv(scratch.hidden, block))](
         *(scratch.y, call.weights, scratch.live, out, scratch.counts, scratch.ready, out.stride(0)),
-        *(scratch.top_k, scratch.hidden, block, len(scratch.counts), len(scratch.ready), pdl),
+        *(scratch.top_k, scratch.hidden, block, len(scratch.counts), len(scratch.ready), routed, pdl),
         num_warps=4,
         **dependent(pdl),
     )
@@ -76,7 +77,7 @@ def dependent(pdl: bool) -> dict[str, Any]:
 
 
 def run_portable(call: Call) -> None:
-    """Routing, gate/up, down, sum, for blobs in natural order or rows."""
+    """Routing, gate/up, down, sum, for blobs in natural order."""
     scratch, form = call.scratch, call.scratch.format
     hidden, width, experts = scratch.hidden, scratch.width, scratch.experts
     size = unit_size(call.pairs, experts)
@@ -85,7 +86,7 @@ def run_portable(call: Call) -> None:
     block = 128 if size == 128 and not form.quantised else 64  # unpacking takes the registers of a wider tile
     shape = {
         **{"E": experts, "EP": len(scratch.counts), "H": hidden, "W": width, "M": size, "BN": block},
-        **{"TYPE": _TYPES[form.kind], "BITS": form.bits, "ROWS": form.order == "rows"},
+        **{"TYPE": _TYPES[form.kind], "BITS": form.bits},
         **{"num_warps": 4 if size <= 32 else 8, "num_stages": 3},
     }
     where = call.pool, call.slot_of, scratch.counts, scratch.table

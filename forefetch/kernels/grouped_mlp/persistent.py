@@ -1,4 +1,4 @@
-"""Both products of a routed expert with int4 weights in fragment order, in one launch of one-warp programs that stay.
+"""Both products of a routed expert with weights in fragment order, in one launch of one-warp programs that stay.
 
 Work is cut into items of 32 weight rows and all inputs: first every unit's gate/up items, then every unit's down items, dealt
 out in turn. A program streams codes through a ring of D stages in shared memory; the ring runs on across items, since where the
@@ -24,25 +24,25 @@ _PATIENCE = gl.constexpr(1 << 21)  # looks at a counter, about a microsecond eac
 _WAIT = gl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;")
 
 
-def layouts(group: int, experts: int) -> dict[str, Any]:
+def layouts(group: int, bits: int, experts: int) -> dict[str, Any]:
     """`mma.layouts` of one warp, and a layout for the experts' counts."""
     padded = max(32, 1 << (experts - 1).bit_length())
     counts = gl.BlockedLayout([padded // 32], [32], [1], [0])
-    return {**mma.layouts(1, group), "EXPERTS": counts, "EP": padded}
+    return {**mma.layouts(1, group, bits), "EXPERTS": counts, "EP": padded}
 
 
 @gluon.jit(do_not_specialize=["stride", "room"])
 def experts(
     x, pool, pool_half, slot_of, counts, table, h, h_half, y, ready, fault, constants, room, stride,
     H: gl.constexpr, W: gl.constexpr, E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, SHORT: gl.constexpr, PDL: gl.constexpr,
-    WARPS: gl.constexpr, GROUP: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr, WORDS: gl.constexpr,
-    COPY: gl.constexpr, SCALES: gl.constexpr, SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr, EXPERTS: gl.constexpr,
-    EP: gl.constexpr,
+    WARPS: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
+    WORDS: gl.constexpr, COPY: gl.constexpr, SCALES: gl.constexpr, SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr,
+    EXPERTS: gl.constexpr, EP: gl.constexpr,
 ):  # fmt: skip
     """y [P, H] float32 for each pair. x [T, H / 2] and h [P, W / 2] as int32: two prepared halves. stride in 2 KB."""
     HALVES: gl.constexpr = 32 * (128 // GROUP)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    words = gl.allocate_shared_memory(gl.int32, [D, 512], plain)
+    words = gl.allocate_shared_memory(gl.int32, [D, 128 * BITS], plain)
     scales = gl.allocate_shared_memory(gl.float16, [D, HALVES], plain)
     eights = mma.offset(constants, WARPS, GROUP, A)
     item = gl.program_id(0)
@@ -57,25 +57,25 @@ def experts(
     items = gates + total * (H // 32)
     if item < items:
         lists = (first, slot_of, counts, table, room)
-        ring = (words, scales, pool + gl.arange(0, 512, COPY), pool_half + gl.arange(0, HALVES, SCALE_COPY))
+        ring = (words, scales, pool + gl.arange(0, 128 * BITS, COPY), pool_half + gl.arange(0, HALVES, SCALE_COPY))
         here = _read(item, gates, lists, H, W, MMA, INPUTS)
-        at_words, at_scales = _weights(item, gates, here[0], stride, H, W, GROUP)
+        at_words, at_scales = _weights(item, gates, here[0], stride, H, W, GROUP, BITS)
         for stage in gl.static_range(D - 1):
-            _fetch(ring, stage, at_words + stage, at_scales + stage * (128 // GROUP))
+            _fetch(ring, stage, at_words + stage * (BITS // 4), at_scales + stage * (128 // GROUP))
             async_copy.commit_group()
         state = (item, here, at_words, at_scales, 0)
         state = _phase(state, gates, items, x, h_half, lists, ring, eights, ready, fault, stride,
-                       True, H, W, K, D, SHORT, GROUP, MMA, A, B, WORDS, SCALES, INPUTS)  # fmt: skip
+                       True, H, W, K, D, SHORT, GROUP, BITS, MMA, A, B, WORDS, SCALES, INPUTS)  # fmt: skip
         state = _phase(state, gates, items, h, y, lists, ring, eights, ready, fault, stride,
-                       False, H, W, K, D, SHORT, GROUP, MMA, A, B, WORDS, SCALES, INPUTS)  # fmt: skip
+                       False, H, W, K, D, SHORT, GROUP, BITS, MMA, A, B, WORDS, SCALES, INPUTS)  # fmt: skip
         async_copy.wait_group(0)
 
 
 @gluon.jit
 def _phase(
     state, gates, items, source, to, lists, ring, eights, ready, fault, stride, GATE: gl.constexpr, H: gl.constexpr,
-    W: gl.constexpr, K: gl.constexpr, D: gl.constexpr, SHORT: gl.constexpr, GROUP: gl.constexpr, MMA: gl.constexpr,
-    A: gl.constexpr, B: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr, INPUTS: gl.constexpr,
+    W: gl.constexpr, K: gl.constexpr, D: gl.constexpr, SHORT: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr,
+    MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr, INPUTS: gl.constexpr,
 ):  # fmt: skip
     """A program's items of one product, from state = (item, its unit, where its weights are, the ring's place). Its first
     D - 1 stages are on their way, and those of the item after the last will be, whichever product that belongs to."""
@@ -93,7 +93,7 @@ def _phase(
         while item < end:
             # What the next item needs was asked for an item ago; now ask for what the one after it needs.
             following = item + programs
-            next_words, next_scales = _weights(following, gates, after[0], stride, H, W, GROUP)
+            next_words, next_scales = _weights(following, gates, after[0], stride, H, W, GROUP, BITS)
             later = _read(gl.minimum(following + programs, items - 1), gates, lists, H, W, MMA, INPUTS)
             seen = W // 16 if GATE else gl.load(ready + after[4], volatile=True)
             next_rows = _rows(after, GATE, K, H, W, INPUTS)
@@ -111,7 +111,7 @@ def _phase(
                         _fetch(
                             ring,
                             gl.where(at == 0, D - 1, at - 1),
-                            gl.where(inside, at_words + ahead, next_words + (ahead - STEPS)),
+                            gl.where(inside, at_words + ahead * (BITS // 4), next_words + (ahead - STEPS) * (BITS // 4)),
                             gl.where(
                                 inside, at_scales + ahead * (128 // GROUP), next_scales + (ahead - STEPS) * (128 // GROUP)
                             ),
@@ -125,10 +125,11 @@ def _phase(
                         from_rows = gl.where(leaving, next_rows, rows + gl.minimum(step + 1, STEPS - 1))
                     x_next = _load(source, from_rows, GATE, INPUTS)
                     operand = mma.operand(x, INPUTS, B)
-                    low, high = mma.scaled(low, high, current, operand, scale, eights, SHORT, 1, GROUP, MMA, WORDS, A, B)
+                    starts = mma.starts(operand, eights, 1, GROUP, MMA, B)
+                    low, high = mma.scaled(low, high, current, operand, scale, starts, SHORT, 1, GROUP, BITS, MMA, WORDS, A, B)
                     x = x_next
                     at = gl.where(at == D - 1, 0, at + 1)
-            _store(item, gates, here, low, high, to, ready, GATE, H, W, MMA)
+            _store(item, gates, here, low, high, to, ready, GATE, H, W, BITS, MMA)
             item, here, after, rows = following, after, later, next_rows
             at_words, at_scales = next_words, next_scales
     return item, here, at_words, at_scales, at
@@ -155,12 +156,12 @@ def _read(item, gates, lists, H: gl.constexpr, W: gl.constexpr, MMA: gl.constexp
 
 
 @gluon.jit
-def _weights(item, gates, slot, stride, H: gl.constexpr, W: gl.constexpr, GROUP: gl.constexpr):
+def _weights(item, gates, slot, stride, H: gl.constexpr, W: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr):
     """Where an item's codes begin in units of 512 words, and its scales in units of 32 halves."""
     gate = item < gates
     step = gl.where(gate, item % (W // 16) * (H // 128), W * H // 2048 + (item - gates) % (H // 32) * (W // 128))
     base = slot.to(gl.int64) * stride
-    return base + step, base * 32 + 3 * W * H // 128 + step * (128 // GROUP)
+    return base + step * (BITS // 4), base * 32 + 3 * W * H * BITS // 512 + step * (128 // GROUP)
 
 
 @gluon.jit
@@ -184,12 +185,15 @@ def _load(source, rows, GATE: gl.constexpr, INPUTS: gl.constexpr):
 
 
 @gluon.jit
-def _store(item, gates, here, low, high, to, ready, GATE: gl.constexpr, H: gl.constexpr, W: gl.constexpr, MMA: gl.constexpr):
+def _store(
+    item, gates, here, low, high, to, ready, GATE: gl.constexpr, H: gl.constexpr, W: gl.constexpr, BITS: gl.constexpr,
+    MMA: gl.constexpr,
+):  # fmt: skip
     row = gl.arange(0, 16, gl.SliceLayout(1, MMA))
     mask = (gl.arange(0, 8, gl.SliceLayout(0, MMA)) < here[1])[None, :] & (row[:, None] >= 0)
     if GATE:
         at = to + here[3][None, :] * W + (item % (W // 16) * 16 + row)[:, None]
-        gl.store(at, mma.activation(low, high, row), mask=mask)
+        gl.store(at, mma.activation(low, high, row[:, None], BITS), mask=mask)
         gl.thread_barrier()
         gl.atomic_add(ready + here[4], 1, sem="release", scope="gpu")
     else:

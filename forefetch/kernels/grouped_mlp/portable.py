@@ -17,7 +17,6 @@ def gate_up(
     x, pool, slot_of, counts, table, h, room, stride, scales_at, x_row,
     E: tl.constexpr, EP: tl.constexpr, H: tl.constexpr, W: tl.constexpr, K: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, TYPE: tl.constexpr, BITS: tl.constexpr,
-    ROWS: tl.constexpr,
 ):  # fmt: skip
     """h [P, W] = silu(x w1^T) * (x w3^T) for each pair. `stride` and `scales_at` in bytes; STEP inputs at a time, of
     stored TYPE (int8 also for int4)."""
@@ -32,8 +31,8 @@ def gate_up(
         up = tl.zeros([M, BN], tl.float32)
         for k in range(0, H, STEP):
             low, high = _inputs(rows, filled, k, STEP, BITS)
-            gate = _product(gate, low, high, base, scales_at, k, column, column < W, H, 2 * W, STEP, TYPE, BITS, ROWS)
-            up = _product(up, low, high, base, scales_at, k, column + W, column < W, H, 2 * W, STEP, TYPE, BITS, ROWS)
+            gate = _product(gate, low, high, base, scales_at, k, column, column < W, 2 * W, STEP, TYPE, BITS)
+            up = _product(up, low, high, base, scales_at, k, column + W, column < W, 2 * W, STEP, TYPE, BITS)
         active = gate / (1.0 + tl.exp(-gate)) * up
         to = h + pair.to(tl.int64)[:, None] * W + column[None, :]
         tl.store(to, active.to(h.dtype.element_ty), mask=filled[:, None] & (column < W)[None, :])
@@ -44,7 +43,6 @@ def down(
     h, pool, slot_of, counts, table, y, room, stride, codes_at, scales_at,
     E: tl.constexpr, EP: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, TYPE: tl.constexpr, BITS: tl.constexpr,
-    ROWS: tl.constexpr,
 ):  # fmt: skip
     """y [P, H] float32 = h w2^T for each pair."""
     BLOCKS: tl.constexpr = (H + BN - 1) // BN
@@ -58,7 +56,7 @@ def down(
         for k in range(0, W, STEP):
             low, high = _inputs(rows, filled, k, STEP, BITS)
             at = base + codes_at, scales_at - codes_at
-            total = _product(total, low, high, at[0], at[1], k, column, column < H, W, H, STEP, TYPE, BITS, ROWS)
+            total = _product(total, low, high, at[0], at[1], k, column, column < H, H, STEP, TYPE, BITS)
         to = y + pair.to(tl.int64)[:, None] * H + column[None, :]
         tl.store(to, total, mask=filled[:, None] & (column < H)[None, :])
 
@@ -75,15 +73,14 @@ def _inputs(rows, filled, k, STEP: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _product(
-    total, low, high, codes, scales_at, k, column, inside, INPUTS, R, STEP: tl.constexpr, TYPE: tl.constexpr,
-    BITS: tl.constexpr, ROWS: tl.constexpr,
+    total, low, high, codes, scales_at, k, column, inside, R, STEP: tl.constexpr, TYPE: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
-    """total += inputs k .. k + STEP times the matrix [INPUTS, R] at `codes` (ROWS: [R, INPUTS]), columns `column`."""
+    """total += inputs k .. k + STEP times the matrix [INPUTS, R] at `codes`, columns `column`."""
     weights = codes.to(tl.pointer_type(TYPE), bitcast=True)
     WIDTH: tl.constexpr = STEP // 2 if BITS == 4 else STEP
     first = k // 2 if BITS == 4 else k
-    inputs = first + tl.arange(0, WIDTH)
-    at = inputs[:, None] + column[None, :] * INPUTS if ROWS else inputs[:, None] * R + column[None, :]
+    at = (first + tl.arange(0, WIDTH))[:, None] * R + column[None, :]
     tile = tl.load(weights + at, mask=inside[None, :], other=0)
     if BITS >= 16:
         total = tl.dot(low, tile.to(low.dtype), total, input_precision="ieee")

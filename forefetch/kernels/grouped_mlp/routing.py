@@ -21,13 +21,13 @@ from forefetch.kernels.gate.triton import top_k
 def place(
     x, ids, weights, logits, slot_of, x_half, counts, table, live, pairs, room, x_row, logits_row,
     E: tl.constexpr, K: tl.constexpr, EP: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
-    CHOOSE: tl.constexpr, RENORMALISE: tl.constexpr, CONVERT: tl.constexpr, PDL: tl.constexpr,
+    CHOOSE: tl.constexpr, RENORMALISE: tl.constexpr, CONVERT: tl.constexpr, DIVIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """table [E, room] gets each expert's pairs, counts [E] (zero before) how many; live [P] whether a pair is in it.
 
     CHOOSE: a program per token finds its experts from `logits` and writes ids and weights; else programs take BLOCK pairs each
-    from `ids`, which are a token's own with CONVERT. CONVERT leaves x in float16 as the int4 kernels want it: inputs with bit 1
-    set divided by 16 (`mma.py`).
+    from `ids`, which are a token's own with CONVERT. CONVERT leaves x in float16; DIVIDE, as the int4 kernels want it: inputs with
+    bit 1 set divided by 16 (`mma.py`).
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -50,7 +50,9 @@ def place(
     if CONVERT:
         k = tl.arange(0, HP)
         value = tl.load(x + program.to(tl.int64) * x_row + k, mask=k < H, other=0.0).to(tl.float32)
-        tl.store(x_half + program * H + k, tl.where((k & 2) == 0, value, value * 0.0625).to(tl.float16), mask=k < H)
+        if DIVIDE:
+            value = tl.where((k & 2) == 0, value, value * 0.0625)
+        tl.store(x_half + program * H + k, value.to(tl.float16), mask=k < H)
     tl.store(live + pair, held.to(tl.int32), mask=chosen)
     tl.store(table + expert * room + at, pair, mask=held)
     if PDL:
@@ -75,23 +77,31 @@ def unit_of(number, counts, table, room, E: tl.constexpr, EP: tl.constexpr, M: t
 @triton.jit
 def combine(
     y, weights, live, out, counts, ready, out_row,
-    K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr, READY: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr, READY: tl.constexpr, ROUTED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, H] = each token's weighted sum of its pairs' rows of y [T * K, H] float32, in the pairs' order.
 
-    The last kernel of a layer, so it also leaves the counters (CLEAR and READY of them) at zero for the next.
+    The last kernel of a layer, so it also leaves the counters (CLEAR and READY of them) at zero for the next. ROUTED: `live`
+    and `weights` were there before the kernel that this one depends on let it start. Else rows are read whether or not they
+    count: few tokens wait for one thing after the other, not for bytes.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     token, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL and not ROUTED:
+        tl.extra.cuda.gdc_wait()
+    scales = ()
+    for k in tl.static_range(K):
+        scales += ((tl.load(live + token * K + k) != 0, tl.load(weights + token * K + k)),)
+    if PDL:
+        if ROUTED:
+            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if (token == 0) & (tl.program_id(1) == 0):
         tl.store(counts + tl.arange(0, CLEAR), tl.zeros([CLEAR], tl.int32))
         tl.store(ready + tl.arange(0, READY), tl.zeros([READY], tl.int32))
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
-        pair = token * K + k
-        held = tl.load(live + pair) != 0
-        weight = tl.load(weights + pair)
-        row = tl.load(y + pair.to(tl.int64) * H + column, mask=held & (column < H), other=0.0)
+        held, weight = scales[k]
+        row = tl.load(y + (token * K + k).to(tl.int64) * H + column, mask=(column < H) & (held | (not ROUTED)), other=0.0)
         total += tl.where(held, weight * row, 0.0)
     tl.store(out + token.to(tl.int64) * out_row + column, total, mask=column < H)
