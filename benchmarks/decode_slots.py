@@ -66,7 +66,7 @@ def main() -> None:
         drawn, place = Drawn(choices, spec.num_experts, device, dtype), {"device": device, "dtype": dtype, "max_rows": batch}
         cases: list[tuple[str, Any, list[int]]] = [("all resident", all_resident(spec, format, blobs, drawn, **place), [0])]
         cases += [
-            (f"{s}% slots", few_slots(spec, format, blobs, drawn, s, copies=args.copies, **place), args.recall)
+            (f"{s}% slots", few_slots(spec, format, blobs, drawn, s, FewSlots, args.copies, **place), args.recall)
             for s in args.slots
         ]
         base = 0.0

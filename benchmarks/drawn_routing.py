@@ -9,7 +9,7 @@ matter here, not answers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import numpy as np
@@ -19,9 +19,7 @@ from torch import Tensor
 
 from expert_worker.in_place import InPlaceExperts
 from expert_worker.packed import PackedExperts, packed_format
-from forefetch.kernels import residency
 from forefetch.kernels.grouped_mlp.formats import Kind, pack
-from forefetch.kernels.grouped_mlp.moe import moe
 from forefetch.kernels.grouped_mlp.unsummed import Unsummed
 from forefetch.kernels.residency.state import Residents, aligned
 from forefetch.spec import ModelSpec
@@ -54,7 +52,7 @@ class Drawn:
     def __init__(self, choices: Choices, experts: int, device: torch.device, dtype: torch.dtype) -> None:
         _, layers, batch, top_k = choices.shape
         self._draw = np.random.default_rng(2)
-        self._choices, self._experts = choices, experts
+        self.choices, self._experts = choices, experts
         self.logits = torch.zeros(layers, batch, experts, dtype=dtype, device=device)
         named = (layers, batch, top_k + WRONG)
         self.named = torch.zeros(named, dtype=torch.int32, device=device)
@@ -62,7 +60,7 @@ class Drawn:
 
     def load(self, step: int, recall: float) -> None:
         """Brings a step's choices and what hints of such a recall say of them."""
-        chosen = self._choices[step]
+        chosen = self.choices[step]
         logits = np.full(self.logits.shape, -8.0, dtype=np.float32)
         np.put_along_axis(logits, chosen, np.broadcast_to(np.arange(chosen.shape[2]) / 8, chosen.shape).astype(np.float32), 2)
         wrong = self._draw.integers(0, self._experts, (*chosen.shape[:2], WRONG))
@@ -121,23 +119,6 @@ class FewSlots(InPlaceExperts):
         return (named, chances) if len(named) else None
 
 
-class OnDemand(FewSlots):
-    """What is missing is copied when it is needed, and waited for: loading on demand, at its best (no host in between)."""
-
-    def route(self, layer: int, x: Tensor, logits: Tensor) -> Tensor:
-        place, rows = self.layers[layer], len(x)
-        ids, weights, out = self._chosen[place, :rows], self._weights[place, :rows], self._out[:rows]
-        rule = self.spec.gate_rule, self.spec.renormalise
-        residency.choose_and_enter(self.state, place, self.drawn.logits[place, :rows], ids, weights, *rule, self._idle)
-        for _ in range(rows):
-            residency.spare(self.state, place)
-            residency.pick(self.state, place, 0)
-            residency.bring(self.state, place)
-        residency.enter(self.state, place, ids)
-        moe(x, ids, weights, self.state.base, self.state.rows, out, self._scratch)
-        return out
-
-
 def blobs_of(spec: ModelSpec, kind: Kind, dtype: torch.dtype, device: torch.device) -> tuple[Any, Tensor]:
     """(format, DISTINCT experts in it on the device)."""
     format = packed_format(spec, kind, dtype, device)
@@ -160,17 +141,13 @@ def all_resident(spec: ModelSpec, format: Any, blobs: Tensor, drawn: Drawn, **pl
     return experts
 
 
+Few = TypeVar("Few", bound=FewSlots)
+
+
 def few_slots(
-    spec: ModelSpec,
-    format: Any,
-    blobs: Tensor,
-    drawn: Drawn,
-    share: int,
-    how: type[FewSlots] = FewSlots,
-    copies: int = 2,
-    **place: Any,
-) -> FewSlots:
-    """share: percent of the experts that have a slot."""
-    slots = len(spec.moe_layers) * spec.num_experts * share // 100
-    made: type[FewSlots] = type(how.__name__, (how,), {"drawn": drawn, "blobs": blobs})
+    spec: ModelSpec, format: Any, blobs: Tensor, drawn: Drawn, share: int, how: type[Few], copies: int = 2, **place: Any
+) -> Few:
+    """share: percent of the experts that have a slot, in equally many of every layer."""
+    slots = len(spec.moe_layers) * (spec.num_experts * share // 100)
+    made: type[Few] = type(how.__name__, (how,), {"drawn": drawn, "blobs": blobs})
     return made(spec, None, tuple(range(spec.num_experts)), format, slots=slots, most_copies=copies, **place)

@@ -1,14 +1,14 @@
 """What a step costs when only some experts fit on the GPU: slots, recall of the hints, format and batch as parameters.
 
     python -m benchmarks.expert_offload [--layers 48] [--slots 25 50 75] [--recall 0 80 90 95 100] [--experts int4 bfloat16]
-                                        [--batch 1 4 16] [--attention-us 100] [--steps 40] [--record]
+                                        [--batch 1 4 16] [--on-demand 50] [--attention-us 100] [--steps 40] [--record]
 
 Qwen3-30B-A3B's expert sizes, routing and hints as in drawn_routing.py. A step is recorded as a graph: per layer a kernel that
 takes as long as attention would, then the choice, what is brought ahead, and the experts. Compared in one run: all experts
-resident; slots with hints of a recall (0: none, what was missed comes in behind); loading on demand (`OnDemand`: missing
-experts are copied by the device when the layer has chosen, and waited for). Outputs are compared bit by bit. "link" is the
-share of the step in which copies and reads in place keep PCIe busy at the bandwidth measured first: at 100 % the bytes forbid
-more.
+resident; slots with hints of a recall (0: none, what was missed comes in behind); loading on demand with lists of the least
+recently used, without a host in between, with one, and with one that launches every kernel (`on_demand.py`). Outputs are
+compared bit by bit. "link" is the share of the step in which copies and reads in place keep PCIe busy at the bandwidth measured
+first: at 100 % the bytes forbid more.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ import argparse
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from benchmarks.drawn_routing import Drawn, FewSlots, OnDemand, all_resident, blobs_of, few_slots, routing
+from benchmarks.drawn_routing import Drawn, FewSlots, all_resident, blobs_of, few_slots, routing
+from benchmarks.on_demand import HostLoader, Planned
 from benchmarks.results import Row, append
 from forefetch.kernels.residency import COUNTERS
 from forefetch.synthetic import open_model
 
+HOSTS: tuple[Literal["", "recorded", "eager"], ...] = ("", "recorded", "eager")
 WARM = 96  # steps before anything is timed: until then averages of use are still forming
 
 
@@ -60,9 +62,17 @@ def bandwidth(device: torch.device) -> float:
 
 
 class Steps:
-    """A step of `experts`, recorded where there is a GPU."""
+    """A step of `experts`, recorded where there is a GPU. host: as `HostLoader` does it, its pieces "recorded" or "eager"."""
 
-    def __init__(self, experts: Any, drawn: Drawn, wait: Callable[[], None], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        experts: Any,
+        drawn: Drawn,
+        wait: Callable[[], None],
+        device: torch.device,
+        dtype: torch.dtype,
+        host: Literal["", "recorded", "eager"] = "",
+    ) -> None:
         self.experts, self.drawn, self.cuda = experts, drawn, device.type == "cuda"
         rows = drawn.logits.shape[1]
         x = torch.randn(rows, experts.spec.hidden_size, generator=torch.Generator().manual_seed(4)).to(device, dtype)
@@ -76,7 +86,11 @@ class Steps:
                 self.out[place].copy_(experts.route(layer, x, x))
             experts.settle(idle)
 
-        self._replay = self._recorded(step) if self.cuda else step
+        def record(function: Callable[[], None]) -> Callable[[], None]:
+            return self._recorded(function) if self.cuda and host != "eager" else function
+
+        self.planned = isinstance(experts, Planned) and not host
+        self._replay = HostLoader(experts, wait, x, self.out, record).step if host else record(step)
 
     @staticmethod
     def _recorded(step: Callable[[], None]) -> Callable[[], None]:
@@ -96,6 +110,8 @@ class Steps:
         spent = []
         for number in range(count + WARM):
             self.drawn.load(number, recall)
+            if self.planned:
+                self.experts.prepare([sorted(set(layer.flatten().tolist())) for layer in self.drawn.choices[number]])
             if self.cuda:
                 torch.cuda.synchronize()
             began = perf_counter()
@@ -103,7 +119,9 @@ class Steps:
             if self.cuda:
                 torch.cuda.synchronize()
             spent.append(1e3 * (perf_counter() - began))
-            if number == WARM - 1 and isinstance(self.experts, FewSlots):
+            if number == WARM - 1 and isinstance(self.experts, Planned):
+                self.experts.lists.needed = self.experts.lists.found = 0
+            elif number == WARM - 1 and isinstance(self.experts, FewSlots):
                 self.experts.state.counters.zero_()
         return spent[WARM:], self.out.clone()
 
@@ -125,32 +143,44 @@ def one(args: argparse.Namespace, kind: Any, batch: int, link: float, wait: Call
         rows.extend(
             (Row("expert_offload", text, "step p50", step, "ms"), Row("expert_offload", text, "x resident", step / base, ""))
         )
-        if isinstance(steps.experts, FewSlots):
+        if isinstance(steps.experts, Planned):
+            there = steps.experts.lists.found / steps.experts.lists.needed
+            line += f"  there {there:6.1%}"
+            rows.append(Row("expert_offload", text, "in slots", 100 * there, "%"))
+        elif isinstance(steps.experts, FewSlots):
             found = dict(zip(COUNTERS, steps.experts.state.counters.tolist(), strict=True))
             needed = sum(found[what] for what in ("hits", "late", "misses", "resident")) or 1
             there = (found["hits"] + found["resident"]) / needed
-            late = 0 if isinstance(steps.experts, OnDemand) else found["absent"]  # read in place
-            busy = steps.experts.expert_bytes * (found["brought"] + late) / args.steps / link
+            busy = steps.experts.expert_bytes * (found["brought"] + found["absent"]) / args.steps / link  # or read in place
             line += f"  there {there:6.1%} late {found['late'] / needed:5.1%} miss {found['misses'] / needed:5.1%}"
             line += f"  brought {found['brought'] / args.steps:5.1f}/step  looks {found['waits'] / args.steps:5.0f}"
             line += f"  link {busy / step * 1e3:4.0%}"
             rows.append(Row("expert_offload", text, "in slots", 100 * there, "%"))
+            rows.append(Row("expert_offload", text, "link busy", 1e5 * busy / step, "%"))
         print(line, flush=True)
         return out
 
     expected = case("all resident", Steps(all_resident(spec, format, blobs, drawn, **place), drawn, wait, device, dtype), 0.0)
+
+    def compared(name: str, steps: Steps, recall: float) -> None:
+        if not torch.equal(case(name, steps, recall), expected):
+            raise SystemExit("the output is not that of resident experts")
+
     for share in args.slots:
-        for how, recalls in ((OnDemand, [0]), (FewSlots, args.recall)):
-            if how is OnDemand and batch > 1:
-                continue
-            experts = few_slots(spec, format, blobs, drawn, share, how, 8 if how is OnDemand else args.copies, **place)
-            for recall in recalls:
-                experts.restart(recall)
-                steps = Steps(experts, drawn, wait, device, dtype)
-                name = "on demand" if how is OnDemand else f"recall {recall}%" if recall else "no hints"
-                if not torch.equal(case(f"{share}% slots, {name}", steps, recall / 100), expected):
-                    raise SystemExit("the output is not that of resident experts")
-            del experts, steps
+        few = few_slots(spec, format, blobs, drawn, share, FewSlots, args.copies, **place)
+        for recall in args.recall:
+            few.restart(recall)
+            name = f"recall {recall}%" if recall else "no hints"
+            compared(f"{share}% slots, {name}", Steps(few, drawn, wait, device, dtype), recall / 100)
+        del few
+        if batch > 1 or share not in args.on_demand:
+            continue
+        planned = few_slots(spec, format, blobs, drawn, share, Planned, spec.top_k, **place)
+        for host in HOSTS:
+            planned.restart()
+            name = f"{share}% slots, on demand, LRU, " + (f"host, {host}" if host else "no host")
+            compared(name, Steps(planned, drawn, wait, device, dtype, host), 0.0)
+        del planned
 
 
 def main() -> None:
@@ -160,6 +190,7 @@ def main() -> None:
     parser.add_argument("--experts", nargs="+", default=["int4"], choices=("float32", "bfloat16", "int8", "int4"))
     parser.add_argument("--slots", type=int, nargs="+", default=[25, 50, 75], metavar="PERCENT")
     parser.add_argument("--recall", type=int, nargs="+", default=[0, 80, 90, 95, 100], metavar="PERCENT")
+    parser.add_argument("--on-demand", type=int, nargs="*", default=[50], metavar="PERCENT", help="slots of the opponents")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--copies", type=int, default=2, help="most experts brought per layer (%(default)s)")
     parser.add_argument("--attention-us", type=int, default=100)

@@ -59,10 +59,11 @@ def product(
         program = gl.inline_asm_elementwise(_RELEASE, "=r,r", [program], dtype=gl.int32, is_pure=False, pack=1)
     pair, block = program // BLOCKS, program % BLOCKS
     row = pair // K
+    if CHOOSE:
+        keys = _keys(logits + row * E, E, EXPERTS)
     if GATE:
         xs = _inputs(source, row, row_stride, EACH, INPUTS)
     if CHOOSE:
-        keys = _keys(logits + row * E, E, EXPERTS)
         best = _ranked(keys, pair % K, K)
         expert = 1023 - (best & 1023)
     else:

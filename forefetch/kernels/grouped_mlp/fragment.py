@@ -31,6 +31,8 @@ class Tuning:
     pdl_route: bool = True  # routing as a programmatic dependent of what comes before
     pdl_experts: bool = True  # the experts of the routing
     pdl_combine: bool = True  # the sum of the experts
+    soon: bool = True  # the experts' programs come while routing still runs
+    ahead: int = 0  # KiB times 4 that each asks into the L2 meanwhile, where nearly all experts are sure to be needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,9 @@ class Direct:
 
     gate_warps: int = 4
     down_warps: int = 2
-    tiles: int = 1  # of 32 weight rows a program
+    gate_tiles: int = 1  # of 32 weight rows a program
+    down_tiles: int = 1
+    registers: int | None = None  # cap per thread of the first product
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class Tiled:
 
 
 TUNING, TILED = Tuning(), Tiled()
-DIRECT = {1: Direct(), 2: Direct()}  # by tokens; more take the last
+DIRECT = {1: Direct(), 2: Direct(), 3: Direct(gate_tiles=2, down_tiles=2)}  # by tokens; more take the last
 
 
 def run(call: Call) -> None:
@@ -105,7 +109,9 @@ def _product(call: Call, tuning: Direct, gate: bool, pdl: bool) -> None:
     hidden, width = scratch.hidden, scratch.width
     steps, tiles = (hidden // 128, width // 16) if gate else (width // 128, hidden // 32)
     warps = next(n for n in (8, 4, 2, 1) if n <= (tuning.gate_warps if gate else tuning.down_warps) and steps % n == 0)
-    wide = tuning.tiles if tiles % tuning.tiles == 0 and tuning.tiles * steps * _step_bytes(scratch) <= _DIRECT_BYTES else 1
+    wide = tuning.gate_tiles if gate else tuning.down_tiles
+    if tiles % wide or wide * steps * _step_bytes(scratch) > _DIRECT_BYTES:
+        wide = 1
     direct.product[(call.pairs * tiles // wide,)](
         *(
             (x if gate else scratch.h).view(torch.int32),
@@ -119,6 +125,7 @@ def _product(call: Call, tuning: Direct, gate: bool, pdl: bool) -> None:
         *(wide, call.logits is not None, call.renormalise, pdl),
         **direct.layouts(warps, scratch.format.group, scratch.format.bits, scratch.experts),
         num_warps=warps,
+        maxnreg=tuning.registers if gate else None,
         **dependent(pdl),
     )
 
@@ -128,12 +135,13 @@ def run_persistent(call: Call, tuning: Tuning = TUNING) -> None:
     scratch, pool, device = call.scratch, call.pool, call.x.device
     pdl = _has_pdl(device)
     early = pdl and tuning.pdl_experts
-    place(call, convert=True, pdl=pdl and tuning.pdl_route)
+    place(call, convert=True, pdl=pdl and tuning.pdl_route, soon=tuning.soon)
+    ahead = tuning.ahead if early and call.logits is not None and call.pairs >= 4 * scratch.experts else 0
     persistent.experts[(_programs(device, tuning, _step_bytes(scratch)),)](
         *(scratch.x_half.view(torch.int32), pool.view(torch.int32), pool.view(torch.float16), call.slot_of),
         *(scratch.counts, scratch.table, scratch.h.view(torch.int32), scratch.h, scratch.y),
         *(scratch.ready, scratch.fault, _constants(device, scratch.format.bits), scratch.tokens, pool.stride(0) // 2048),
-        *(scratch.hidden, scratch.width, scratch.experts, scratch.top_k, tuning.stages, tuning.short, early),
+        *(scratch.hidden, scratch.width, scratch.experts, scratch.top_k, tuning.stages, tuning.short, ahead, early),
         **persistent.layouts(scratch.format.group, scratch.format.bits, scratch.experts),
         num_warps=1,
         maxnreg=tuning.registers,

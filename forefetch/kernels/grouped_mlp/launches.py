@@ -37,7 +37,7 @@ class Call:
         return len(self.x) * self.scratch.top_k
 
 
-def place(call: Call, convert: bool = False, pdl: bool = False) -> None:
+def place(call: Call, convert: bool = False, pdl: bool = False, soon: bool = False) -> None:
     """The routing into scratch, with the choice from logits if there are any.
 
     convert also leaves x in scratch.x_half. pdl: as a programmatic dependent launch, which lets its own dependents start.
@@ -50,7 +50,7 @@ def place(call: Call, convert: bool = False, pdl: bool = False) -> None:
         *(scratch.x_half, scratch.counts, scratch.table, scratch.live),
         *(call.pairs, scratch.tokens, x.stride(0), 0 if logits is None else logits.stride(0)),
         *(scratch.experts, scratch.top_k, len(scratch.counts), scratch.hidden, triton.next_power_of_2(scratch.hidden), block),
-        *(logits is not None, call.renormalise, convert, scratch.format.bits == 4, pdl),
+        *(logits is not None, call.renormalise, convert, scratch.format.bits == 4, pdl, soon),
         num_warps=1,
         **dependent(pdl),
     )

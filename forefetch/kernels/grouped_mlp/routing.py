@@ -22,6 +22,7 @@ def place(
     x, ids, weights, logits, slot_of, x_half, counts, table, live, pairs, room, x_row, logits_row,
     E: tl.constexpr, K: tl.constexpr, EP: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
     CHOOSE: tl.constexpr, RENORMALISE: tl.constexpr, CONVERT: tl.constexpr, DIVIDE: tl.constexpr, PDL: tl.constexpr,
+    SOON: tl.constexpr,
 ):  # fmt: skip
     """table [E, room] gets each expert's pairs, counts [E] (zero before) how many; live [P] whether a pair is in it.
 
@@ -31,6 +32,8 @@ def place(
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
+        if SOON:
+            tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     if CHOOSE:
         expert = tl.arange(0, EP)
@@ -55,7 +58,7 @@ def place(
         tl.store(x_half + program * H + k, value.to(tl.float16), mask=k < H)
     tl.store(live + pair, held.to(tl.int32), mask=chosen)
     tl.store(table + expert * room + at, pair, mask=held)
-    if PDL:
+    if PDL and not SOON:
         tl.extra.cuda.gdc_launch_dependents()
 
 
