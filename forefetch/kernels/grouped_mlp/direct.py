@@ -74,14 +74,18 @@ def product(
         first = block * (TILES * STEPS) + (0 if GATE else W * H // 2048)  # of the tiles' steps in the blob
         ring = _fetched(slot.to(gl.int64) * stride, first, pool, pool_half, STEPS, TILES, H, W, WARPS, GROUP, BITS, COPY,
                         SCALE_COPY)  # fmt: skip
-        eights = mma.offset(constants, WARPS, GROUP, A)
         if GATE:
+            if block == 0:
+                gl.store(live + pair, 1)
+                if CHOOSE:
+                    _note(ids, weights, logits + row * E, pair, keys, best, E, K, RENORMALISE, EXPERTS)
             inputs = xs
         else:
             first_done = pair
             if PDL:
                 first_done = gl.inline_asm_elementwise(_WAIT, "=r,r", [pair], dtype=gl.int32, is_pure=False, pack=1)
             inputs = _inputs(source, first_done, W // 2, EACH, INPUTS)
+        eights = mma.offset(constants, WARPS, GROUP, A)
         operands, starts = _operands(inputs, eights, EACH, GATE, TYPE, WARPS, GROUP, BITS, MMA, B, INPUTS)
         for tile in gl.static_range(TILES):
             low, high = _sums(ring, tile, TILES, operands, starts, EACH, WARPS, GROUP, BITS, MMA, A, B, WORDS, SCALES)
@@ -93,13 +97,13 @@ def product(
             else:
                 gl.store(at, low * mma.UNSCALE)
                 gl.store(at + 16, high * mma.UNSCALE)
-    elif PDL and not GATE:  # who waits for this product must find the first one done
+    elif GATE:
+        if block == 0:
+            gl.store(live + pair, 0)
+            if CHOOSE:
+                _note(ids, weights, logits + row * E, pair, keys, best, E, K, RENORMALISE, EXPERTS)
+    elif PDL:  # who waits for this product must find the first one done
         gl.inline_asm_elementwise(_WAIT, "=r,r", [pair], dtype=gl.int32, is_pure=False, pack=1)
-    if GATE and block == 0:
-        gl.store(live + pair, held.to(gl.int32))
-        if CHOOSE:
-            gl.store(ids + pair, expert)
-            gl.store(weights + pair, _weight(logits + row * E, keys, best, E, K, RENORMALISE, EXPERTS))
 
 
 @gluon.jit
@@ -224,11 +228,14 @@ def _ranked(keys, rank, K: gl.constexpr):
 
 
 @gluon.jit
-def _weight(logits, keys, mine, E: gl.constexpr, K: gl.constexpr, RENORMALISE: gl.constexpr, EXPERTS: gl.constexpr):
-    """What the expert of key `mine` counts."""
+def _note(
+    ids, weights, logits, pair, keys, mine, E: gl.constexpr, K: gl.constexpr, RENORMALISE: gl.constexpr, EXPERTS: gl.constexpr,
+):  # fmt: skip
+    """Leaves the expert of key `mine`, and what it counts, as the pair's."""
     expert = gl.arange(0, EXPERTS.shape[0], EXPERTS)
     value = gl.load(logits + gl.minimum(expert, E - 1)).to(gl.float32)
     power = gl.exp(value - gl.max(gl.where(expert < E, value, float("-inf")), 0))
     counted = keys >= _ranked(keys, K - 1, K) if RENORMALISE else expert < E
     total = gl.sum(gl.where(counted, power, 0.0), 0)
-    return gl.sum(gl.where(keys == mine, power, 0.0), 0) / total
+    gl.store(ids + pair, 1023 - (mine & 1023))
+    gl.store(weights + pair, gl.sum(gl.where(keys == mine, power, 0.0), 0) / total)

@@ -14,8 +14,8 @@ from forefetch.kernels.grouped_mlp import direct, persistent, tiled
 from forefetch.kernels.grouped_mlp.launches import Call, combine, dependent, place
 from forefetch.kernels.grouped_mlp.scratch import MoeScratch, unit_size, units
 
-DIRECT_TOKENS = 4  # up to here a unit of one pair is faster than finding out who shares an expert
-PERSISTENT_TOKENS = 768  # beyond, units of more than eight pairs read the weights fewer times
+DIRECT_TOKENS = 6  # up to here a unit of one pair is faster than finding out who shares an expert
+PERSISTENT_TOKENS = 320  # beyond, units of more than eight pairs read the weights fewer times
 _DIRECT_BYTES = 72 * 1024  # of a program's shared memory, so that three or more fit an SM
 _REGISTERS = 65536  # of an SM, on every GPU since 2012
 
@@ -31,8 +31,7 @@ class Tuning:
     pdl_route: bool = True  # routing as a programmatic dependent of what comes before
     pdl_experts: bool = True  # the experts of the routing
     pdl_combine: bool = True  # the sum of the experts
-    soon: bool = True  # the experts' programs come while routing still runs
-    ahead: int = 0  # KiB times 4 that each asks into the L2 meanwhile, where nearly all experts are sure to be needed
+    together: bool = False  # launched only when all programs are resident
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Tiled:
 
 
 TUNING, TILED = Tuning(), Tiled()
-DIRECT = {1: Direct(), 2: Direct(), 3: Direct(gate_tiles=2, down_tiles=2)}  # by tokens; more take the last
+DIRECT = {1: Direct(registers=112), 2: Direct(), 3: Direct(gate_tiles=2, down_tiles=2)}  # by tokens; more take the last
 
 
 def run(call: Call) -> None:
@@ -135,16 +134,16 @@ def run_persistent(call: Call, tuning: Tuning = TUNING) -> None:
     scratch, pool, device = call.scratch, call.pool, call.x.device
     pdl = _has_pdl(device)
     early = pdl and tuning.pdl_experts
-    place(call, convert=True, pdl=pdl and tuning.pdl_route, soon=tuning.soon)
-    ahead = tuning.ahead if early and call.logits is not None and call.pairs >= 4 * scratch.experts else 0
+    place(call, convert=True, pdl=pdl and tuning.pdl_route)
     persistent.experts[(_programs(device, tuning, _step_bytes(scratch)),)](
         *(scratch.x_half.view(torch.int32), pool.view(torch.int32), pool.view(torch.float16), call.slot_of),
         *(scratch.counts, scratch.table, scratch.h.view(torch.int32), scratch.h, scratch.y),
         *(scratch.ready, scratch.fault, _constants(device, scratch.format.bits), scratch.tokens, pool.stride(0) // 2048),
-        *(scratch.hidden, scratch.width, scratch.experts, scratch.top_k, tuning.stages, tuning.short, ahead, early),
+        *(scratch.hidden, scratch.width, scratch.experts, scratch.top_k, tuning.stages, tuning.short, early),
         **persistent.layouts(scratch.format.group, scratch.format.bits, scratch.experts),
         num_warps=1,
         maxnreg=tuning.registers,
+        launch_cooperative_grid=tuning.together,
         **dependent(early),
     )
     combine(call, pdl and tuning.pdl_combine)

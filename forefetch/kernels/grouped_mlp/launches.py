@@ -13,6 +13,7 @@ from forefetch.kernels.grouped_mlp import portable, routing
 from forefetch.kernels.grouped_mlp.scratch import MoeScratch, unit_size, units
 
 _TYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32, "int8": tl.int8, "int4": tl.int8}
+SOON = True
 _BLOCK = 256  # pairs that one program of the routing takes where x needs no conversion
 
 
@@ -37,7 +38,7 @@ class Call:
         return len(self.x) * self.scratch.top_k
 
 
-def place(call: Call, convert: bool = False, pdl: bool = False, soon: bool = False) -> None:
+def place(call: Call, convert: bool = False, pdl: bool = False) -> None:
     """The routing into scratch, with the choice from logits if there are any.
 
     convert also leaves x in scratch.x_half. pdl: as a programmatic dependent launch, which lets its own dependents start.
@@ -50,7 +51,7 @@ def place(call: Call, convert: bool = False, pdl: bool = False, soon: bool = Fal
         *(scratch.x_half, scratch.counts, scratch.table, scratch.live),
         *(call.pairs, scratch.tokens, x.stride(0), 0 if logits is None else logits.stride(0)),
         *(scratch.experts, scratch.top_k, len(scratch.counts), scratch.hidden, triton.next_power_of_2(scratch.hidden), block),
-        *(logits is not None, call.renormalise, convert, scratch.format.bits == 4, pdl, soon),
+        *(logits is not None, call.renormalise, convert, scratch.format.bits == 4, pdl),
         num_warps=1,
         **dependent(pdl),
     )
@@ -65,7 +66,7 @@ def combine(call: Call, pdl: bool = False, routed: bool = True) -> None:
     block = min(512, triton.next_power_of_2(scratch.hidden))
     routing.combine[(len(out), triton.cdiv(scratch.hidden, block))](
         *(scratch.y, call.weights, scratch.live, out, scratch.counts, scratch.ready, out.stride(0)),
-        *(scratch.top_k, scratch.hidden, block, len(scratch.counts), len(scratch.ready), routed, pdl),
+        *(scratch.top_k, scratch.hidden, block, len(scratch.counts), len(scratch.ready), routed, SOON, pdl),
         num_warps=4,
         **dependent(pdl),
     )

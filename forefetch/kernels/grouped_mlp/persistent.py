@@ -20,8 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from forefetch.kernels.grouped_mlp import mma
 
-_PATIENCE = gl.constexpr(1 << 21)  # looks at a counter, about a microsecond each
-_PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
+_PATIENCE = gl.constexpr(1 << 16)  # looks at a counter, about a microsecond each
 _WAIT = gl.constexpr("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;")
 
 
@@ -35,8 +34,7 @@ def layouts(group: int, bits: int, experts: int) -> dict[str, Any]:
 @gluon.jit(do_not_specialize=["stride", "room"])
 def experts(
     x, pool, pool_half, slot_of, counts, table, h, h_half, y, ready, fault, constants, room, stride,
-    H: gl.constexpr, W: gl.constexpr, E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, SHORT: gl.constexpr,
-    AHEAD: gl.constexpr, PDL: gl.constexpr,
+    H: gl.constexpr, W: gl.constexpr, E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, SHORT: gl.constexpr, PDL: gl.constexpr,
     WARPS: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
     WORDS: gl.constexpr, COPY: gl.constexpr, SCALES: gl.constexpr, SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr,
     EXPERTS: gl.constexpr, EP: gl.constexpr,
@@ -48,8 +46,6 @@ def experts(
     scales = gl.allocate_shared_memory(gl.float16, [D, HALVES], plain)
     eights = mma.offset(constants, WARPS, GROUP, A)
     item = gl.program_id(0)
-    if AHEAD > 0:
-        _guess(item // (W // 16), item % (W // 16), slot_of, pool, stride, H, E, AHEAD, BITS)
     if PDL:
         item = gl.inline_asm_elementwise(_WAIT, "=r,r", [item], dtype=gl.int32, is_pure=False, pack=1)
     e = gl.arange(0, EP, EXPERTS)
@@ -137,21 +133,6 @@ def _phase(
             item, here, after, rows = following, after, later, next_rows
             at_words, at_scales = next_words, next_scales
     return item, here, at_words, at_scales, at
-
-
-@gluon.jit
-def _guess(
-    unit, tile, slot_of, pool, stride, H: gl.constexpr, E: gl.constexpr, AHEAD: gl.constexpr, BITS: gl.constexpr,
-):  # fmt: skip
-    """Asks for the beginning of a tile of expert `unit` into the L2: its number if every expert is needed, by up to eight pairs
-    each. Somebody needs nearly all of what is asked for so, and a wrong guess costs its bytes."""
-    slot = gl.load(slot_of + gl.minimum(unit, E - 1))
-    if (unit < E) & (slot >= 0):
-        lines = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-        words = pool + (slot.to(gl.int64) * stride * 512 + tile * (H * BITS))
-        for part in gl.static_range(AHEAD):
-            at = (words + (part * 32 + lines) * 32).to(gl.int64, bitcast=True)
-            gl.inline_asm_elementwise(_PREFETCH, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

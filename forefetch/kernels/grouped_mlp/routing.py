@@ -22,7 +22,6 @@ def place(
     x, ids, weights, logits, slot_of, x_half, counts, table, live, pairs, room, x_row, logits_row,
     E: tl.constexpr, K: tl.constexpr, EP: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
     CHOOSE: tl.constexpr, RENORMALISE: tl.constexpr, CONVERT: tl.constexpr, DIVIDE: tl.constexpr, PDL: tl.constexpr,
-    SOON: tl.constexpr,
 ):  # fmt: skip
     """table [E, room] gets each expert's pairs, counts [E] (zero before) how many; live [P] whether a pair is in it.
 
@@ -32,8 +31,6 @@ def place(
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if SOON:
-            tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     if CHOOSE:
         expert = tl.arange(0, EP)
@@ -58,7 +55,7 @@ def place(
         tl.store(x_half + program * H + k, value.to(tl.float16), mask=k < H)
     tl.store(live + pair, held.to(tl.int32), mask=chosen)
     tl.store(table + expert * room + at, pair, mask=held)
-    if PDL and not SOON:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -81,7 +78,7 @@ def unit_of(number, counts, table, room, E: tl.constexpr, EP: tl.constexpr, M: t
 def combine(
     y, weights, live, out, counts, ready, out_row,
     K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr, READY: tl.constexpr, ROUTED: tl.constexpr,
-    PDL: tl.constexpr,
+    SOON: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, H] = each token's weighted sum of its pairs' rows of y [T * K, H] float32, in the pairs' order.
 
@@ -98,7 +95,8 @@ def combine(
     if PDL:
         if ROUTED:
             tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if SOON:
+            tl.extra.cuda.gdc_launch_dependents()
     if (token == 0) & (tl.program_id(1) == 0):
         tl.store(counts + tl.arange(0, CLEAR), tl.zeros([CLEAR], tl.int32))
         tl.store(ready + tl.arange(0, READY), tl.zeros([READY], tl.int32))
