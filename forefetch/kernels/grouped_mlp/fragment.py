@@ -31,7 +31,6 @@ class Tuning:
     pdl_route: bool = True  # routing as a programmatic dependent of what comes before
     pdl_experts: bool = True  # the experts of the routing
     pdl_combine: bool = True  # the sum of the experts
-    together: bool = False  # launched only when all programs are resident
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,8 @@ class Tiled:
 
 
 TUNING, TILED = Tuning(), Tiled()
-DIRECT = {1: Direct(registers=112), 2: Direct(), 3: Direct(gate_tiles=2, down_tiles=2)}  # by tokens; more take the last
+DIRECT = {1: Direct(registers=112), 2: Direct(), 3: Direct(gate_tiles=2, down_tiles=2)}
+"""By tokens; more take the last. With one token the cap leaves room for the second product's programs beside the first's."""
 
 
 def run(call: Call) -> None:
@@ -139,14 +139,18 @@ def run_persistent(call: Call, tuning: Tuning = TUNING) -> None:
         *(scratch.x_half.view(torch.int32), pool.view(torch.int32), pool.view(torch.float16), call.slot_of),
         *(scratch.counts, scratch.table, scratch.h.view(torch.int32), scratch.h, scratch.y),
         *(scratch.ready, scratch.fault, _constants(device, scratch.format.bits), scratch.tokens, pool.stride(0) // 2048),
-        *(scratch.hidden, scratch.width, scratch.experts, scratch.top_k, tuning.stages, tuning.short, early),
+        *(scratch.hidden, scratch.width, scratch.experts, scratch.top_k, stages(scratch, tuning.stages), tuning.short, early),
         **persistent.layouts(scratch.format.group, scratch.format.bits, scratch.experts),
         num_warps=1,
         maxnreg=tuning.registers,
-        launch_cooperative_grid=tuning.together,
         **dependent(early),
     )
     combine(call, pdl and tuning.pdl_combine)
+
+
+def stages(scratch: MoeScratch, most: int) -> int:
+    """Of the ring: what is loaded ahead must lie in this item or the next, and the smaller product's items are so many steps."""
+    return min(most, min(scratch.hidden, scratch.width) // 128 + 1)
 
 
 def run_tiled(call: Call, tuning: Tiled | None = None) -> None:

@@ -13,7 +13,6 @@ from forefetch.kernels.grouped_mlp import portable, routing
 from forefetch.kernels.grouped_mlp.scratch import MoeScratch, unit_size, units
 
 _TYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32, "int8": tl.int8, "int4": tl.int8}
-SOON = True
 _BLOCK = 256  # pairs that one program of the routing takes where x needs no conversion
 
 
@@ -66,7 +65,7 @@ def combine(call: Call, pdl: bool = False, routed: bool = True) -> None:
     block = min(512, triton.next_power_of_2(scratch.hidden))
     routing.combine[(len(out), triton.cdiv(scratch.hidden, block))](
         *(scratch.y, call.weights, scratch.live, out, scratch.counts, scratch.ready, out.stride(0)),
-        *(scratch.top_k, scratch.hidden, block, len(scratch.counts), len(scratch.ready), routed, SOON, pdl),
+        *(scratch.top_k, scratch.hidden, block, len(scratch.counts), len(scratch.ready), routed, pdl),
         num_warps=4,
         **dependent(pdl),
     )

@@ -78,13 +78,13 @@ def unit_of(number, counts, table, room, E: tl.constexpr, EP: tl.constexpr, M: t
 def combine(
     y, weights, live, out, counts, ready, out_row,
     K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr, READY: tl.constexpr, ROUTED: tl.constexpr,
-    SOON: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, H] = each token's weighted sum of its pairs' rows of y [T * K, H] float32, in the pairs' order.
 
     The last kernel of a layer, so it also leaves the counters (CLEAR and READY of them) at zero for the next. ROUTED: `live`
-    and `weights` were there before the kernel that this one depends on let it start. Else rows are read whether or not they
-    count: few tokens wait for one thing after the other, not for bytes.
+    and `weights` were there before the kernel that this one depends on let it start. Else, with few tokens, which wait for one
+    thing after the other and not for bytes, rows are read whether or not they count, and who comes next may start meanwhile.
     """
     token, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL and not ROUTED:
@@ -92,11 +92,10 @@ def combine(
     scales = ()
     for k in tl.static_range(K):
         scales += ((tl.load(live + token * K + k) != 0, tl.load(weights + token * K + k)),)
-    if PDL:
-        if ROUTED:
-            tl.extra.cuda.gdc_wait()
-        if SOON:
-            tl.extra.cuda.gdc_launch_dependents()
+    if PDL and ROUTED:
+        tl.extra.cuda.gdc_wait()
+    elif PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     if (token == 0) & (tl.program_id(1) == 0):
         tl.store(counts + tl.arange(0, CLEAR), tl.zeros([CLEAR], tl.int32))
         tl.store(ready + tl.arange(0, READY), tl.zeros([READY], tl.int32))
