@@ -100,7 +100,8 @@ def _operator(name: str, apply: Callable[[Tensor, Tensor], Tensor]) -> None:
 for _name, _apply in {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "truediv": torch.div, "mod": torch.remainder,
     "floordiv": lambda a, b: torch.div(a, b, rounding_mode="floor"), "lshift": torch.bitwise_left_shift,
-    "rshift": torch.bitwise_right_shift, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor, "lt": torch.lt, "le": torch.le,
+    "rshift": torch.bitwise_right_shift, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
+    "lt": torch.lt, "le": torch.le,
     "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "ne": torch.ne,
 }.items():  # fmt: skip
     _operator(_name, _apply)

@@ -1,8 +1,9 @@
 """The two products for a few tokens, where latency counts and not bytes: fragment order, a launch each.
 
 A program takes 32 weight rows of one pair, or 64, with all of their codes in flight at once; its warps share the inputs out
-among themselves and their sums are added in a fixed order. Whatever does not need the codes is done before they arrive. Pairs are not grouped by expert, so routing needs no kernel: a program
-reads its expert from `ids`, or finds it in the logits itself. Of the tensor core's eight columns one is used.
+among themselves and their sums are added in a fixed order. Whatever does not need the codes is done before they arrive. Pairs
+are not grouped by expert, so routing needs no kernel: a program reads its expert from `ids`, or finds it in the logits itself.
+Of the tensor core's eight columns one is used.
 
 With programmatic dependent launch the second product's programs fill their share of the machine while the first still runs,
 and wait for it only when their weights are on the way. Whatever they read before that wait was there before the first product
@@ -64,46 +65,40 @@ def product(
     if GATE:
         xs = _inputs(source, row, row_stride, EACH, INPUTS)
     if CHOOSE:
-        best = _ranked(keys, pair % K, K)
-        expert = 1023 - (best & 1023)
+        mine = _ranked(keys, pair % K, K)
+        expert = 1023 - (mine & 1023)
     else:
         expert = gl.load(ids + pair).to(gl.int32)
+        keys, mine = expert, expert
     slot = gl.load(slot_of + gl.maximum(expert, 0))
-    held = (expert >= 0) & (slot >= 0)
-    if held:
+    note = (live, ids, weights, logits + row * E, pair, keys, mine)
+    if (expert >= 0) & (slot >= 0):
         first = block * (TILES * STEPS) + (0 if GATE else W * H // 2048)  # of the tiles' steps in the blob
         ring = _fetched(slot.to(gl.int64) * stride, first, pool, pool_half, STEPS, TILES, H, W, WARPS, GROUP, BITS, COPY,
                         SCALE_COPY)  # fmt: skip
         if GATE:
-            if block == 0:
-                gl.store(live + pair, 1)
-                if CHOOSE:
-                    _note(ids, weights, logits + row * E, pair, keys, best, E, K, RENORMALISE, EXPERTS)
+            _note(note, block, 1, CHOOSE, E, K, RENORMALISE, EXPERTS)
             inputs = xs
         else:
-            first_done = pair
-            if PDL:
-                first_done = gl.inline_asm_elementwise(_WAIT, "=r,r", [pair], dtype=gl.int32, is_pure=False, pack=1)
-            inputs = _inputs(source, first_done, W // 2, EACH, INPUTS)
+            inputs = _inputs(source, _awaited(pair, PDL), W // 2, EACH, INPUTS)
         eights = mma.offset(constants, WARPS, GROUP, A)
         operands, starts = _operands(inputs, eights, EACH, GATE, TYPE, WARPS, GROUP, BITS, MMA, B, INPUTS)
+        at = to + pair * (W if GATE else H) + block * (TILES * (16 if GATE else 32))
         for tile in gl.static_range(TILES):
             low, high = _sums(ring, tile, TILES, operands, starts, EACH, WARPS, GROUP, BITS, MMA, A, B, WORDS, SCALES)
-            low, high = _over_warps(low, high, WARPS)
-            r = gl.arange(0, 16, low.type.layout)
-            at = to + pair * (W if GATE else H) + (block * TILES + tile) * (16 if GATE else 32) + r
-            if GATE:
-                gl.store(at, mma.activation(low, high, r, BITS))
-            else:
-                gl.store(at, low * mma.UNSCALE)
-                gl.store(at + 16, high * mma.UNSCALE)
+            _store(at + tile * (16 if GATE else 32), low, high, GATE, WARPS, BITS)
     elif GATE:
-        if block == 0:
-            gl.store(live + pair, 0)
-            if CHOOSE:
-                _note(ids, weights, logits + row * E, pair, keys, best, E, K, RENORMALISE, EXPERTS)
-    elif PDL:  # who waits for this product must find the first one done
-        gl.inline_asm_elementwise(_WAIT, "=r,r", [pair], dtype=gl.int32, is_pure=False, pack=1)
+        _note(note, block, 0, CHOOSE, E, K, RENORMALISE, EXPERTS)
+    else:  # who waits for this product must find the first one done
+        _awaited(pair, PDL)
+
+
+@gluon.jit
+def _awaited(pair, PDL: gl.constexpr):
+    """The pair, once the first product is done."""
+    if PDL:
+        pair = gl.inline_asm_elementwise(_WAIT, "=r,r", [pair], dtype=gl.int32, is_pure=False, pack=1)
+    return pair
 
 
 @gluon.jit
@@ -166,10 +161,16 @@ def _sums(
 
 
 @gluon.jit
-def _over_warps(low, high, WARPS: gl.constexpr):
-    """Twice [16 W, 8] with equal columns -> twice [16], summed in the warps' order."""
+def _store(at, low, high, GATE: gl.constexpr, WARPS: gl.constexpr, BITS: gl.constexpr):
+    """A tile's sums [16 W, 8], which have equal columns: added up in the warps' order, and stored from `at` on."""
     both = gl.join(gl.sum(low, 1), gl.sum(high, 1)) * 0.125  # eight equal numbers: exact
-    return gl.split(gl.sum(gl.reshape(both, (WARPS, 16, 2)), 0))
+    low, high = gl.split(gl.sum(gl.reshape(both, (WARPS, 16, 2)), 0))
+    r = gl.arange(0, 16, low.type.layout)
+    if GATE:
+        gl.store(at + r, mma.activation(low, high, r, BITS))
+    else:
+        gl.store(at + r, low * mma.UNSCALE)
+        gl.store(at + r + 16, high * mma.UNSCALE)
 
 
 @gluon.jit
@@ -191,7 +192,7 @@ def _inputs(source, row, row_words, EACH: gl.constexpr, INPUTS: gl.constexpr):
 
 @gluon.jit
 def _prepare(words, TYPE: gl.constexpr, BITS: gl.constexpr, INPUTS: gl.constexpr):
-    """Words of two inputs of TYPE -> two float16, for int4 divided by 16 where bit 1 of the input, bit 0 of the word, is set."""
+    """Words of two inputs of TYPE -> two float16; for int4 divided by 16 where the input's bit 1, the word's bit 0, is set."""
     if TYPE == gl.bfloat16:  # noqa: SIM300  it is not a constant of Python's
         first = (words << 16).to(gl.float32, bitcast=True)
         second = (words & -65536).to(gl.float32, bitcast=True)
@@ -229,13 +230,18 @@ def _ranked(keys, rank, K: gl.constexpr):
 
 @gluon.jit
 def _note(
-    ids, weights, logits, pair, keys, mine, E: gl.constexpr, K: gl.constexpr, RENORMALISE: gl.constexpr, EXPERTS: gl.constexpr,
+    note, block, held: gl.constexpr, CHOOSE: gl.constexpr, E: gl.constexpr, K: gl.constexpr, RENORMALISE: gl.constexpr,
+    EXPERTS: gl.constexpr,
 ):  # fmt: skip
-    """Leaves the expert of key `mine`, and what it counts, as the pair's."""
-    expert = gl.arange(0, EXPERTS.shape[0], EXPERTS)
-    value = gl.load(logits + gl.minimum(expert, E - 1)).to(gl.float32)
-    power = gl.exp(value - gl.max(gl.where(expert < E, value, float("-inf")), 0))
-    counted = keys >= _ranked(keys, K - 1, K) if RENORMALISE else expert < E
-    total = gl.sum(gl.where(counted, power, 0.0), 0)
-    gl.store(ids + pair, 1023 - (mine & 1023))
-    gl.store(weights + pair, gl.sum(gl.where(keys == mine, power, 0.0), 0) / total)
+    """A pair's first program leaves whether it counts; CHOOSE: also the expert of key `mine`, and what that counts."""
+    live, ids, weights, logits, pair, keys, mine = note
+    if block == 0:
+        gl.store(live + pair, held)
+        if CHOOSE:
+            expert = gl.arange(0, EXPERTS.shape[0], EXPERTS)
+            value = gl.load(logits + gl.minimum(expert, E - 1)).to(gl.float32)
+            power = gl.exp(value - gl.max(gl.where(expert < E, value, float("-inf")), 0))
+            counted = keys >= _ranked(keys, K - 1, K) if RENORMALISE else expert < E
+            total = gl.sum(gl.where(counted, power, 0.0), 0)
+            gl.store(ids + pair, 1023 - (mine & 1023))
+            gl.store(weights + pair, gl.sum(gl.where(keys == mine, power, 0.0), 0) / total)

@@ -1,4 +1,4 @@
-"""Launches for int4 and int8 experts in fragment order: `direct` for a few tokens, `persistent` for a batch, `tiled` for prompts."""
+"""Launches for experts in fragment order: `direct` for a few tokens, `persistent` for a batch, `tiled` for prompts."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def run_persistent(call: Call, tuning: Tuning = TUNING) -> None:
 
 
 def stages(scratch: MoeScratch, most: int) -> int:
-    """Of the ring: what is loaded ahead must lie in this item or the next, and the smaller product's items are so many steps."""
+    """Of the ring: what is loaded ahead must lie in this item or the next, and an item may have so few steps."""
     return min(most, min(scratch.hidden, scratch.width) // 128 + 1)
 
 

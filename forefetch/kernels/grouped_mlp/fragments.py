@@ -36,9 +36,7 @@ def arrange(codes: Tensor, scales: Tensor, group: int, bits: int, paired: bool) 
     return ordered, tiled.reshape(-1)
 
 
-def restore(
-    codes: Tensor, scales: Tensor, shape: Sequence[int], group: int, bits: int, paired: bool
-) -> tuple[Tensor, Tensor]:
+def restore(codes: Tensor, scales: Tensor, shape: Sequence[int], group: int, bits: int, paired: bool) -> tuple[Tensor, Tensor]:
     """The inverse of `arrange`: codes int8 of `shape` [rows, inputs], scales float16 [rows, inputs / group]."""
     rows, inputs = shape
     unfolded: tuple[int, ...] = (rows // 32, *_ROWS, inputs // 128, *_INPUTS)

@@ -26,8 +26,8 @@ def place(
     """table [E, room] gets each expert's pairs, counts [E] (zero before) how many; live [P] whether a pair is in it.
 
     CHOOSE: a program per token finds its experts from `logits` and writes ids and weights; else programs take BLOCK pairs each
-    from `ids`, which are a token's own with CONVERT. CONVERT leaves x in float16; DIVIDE, as the int4 kernels want it: inputs with
-    bit 1 set divided by 16 (`mma.py`).
+    from `ids`, which are a token's own with CONVERT. CONVERT leaves x in float16; DIVIDE, as the int4 kernels want it: inputs
+    with bit 1 set divided by 16 (`mma.py`).
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -91,7 +91,7 @@ def combine(
         tl.extra.cuda.gdc_wait()
     scales = ()
     for k in tl.static_range(K):
-        scales += ((tl.load(live + token * K + k) != 0, tl.load(weights + token * K + k)),)
+        scales += ((tl.load(live + token * K + k) != 0, tl.load(weights + token * K + k)),)  # type: ignore[assignment]
     if PDL and ROUTED:
         tl.extra.cuda.gdc_wait()
     elif PDL:
@@ -101,7 +101,7 @@ def combine(
         tl.store(ready + tl.arange(0, READY), tl.zeros([READY], tl.int32))
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
-        held, weight = scales[k]
+        held, weight = scales[k]  # type: ignore[var-annotated]
         row = tl.load(y + (token * K + k).to(tl.int64) * H + column, mask=(column < H) & (held | (not ROUTED)), other=0.0)
         total += tl.where(held, weight * row, 0.0)
     tl.store(out + token.to(tl.int64) * out_row + column, total, mask=column < H)

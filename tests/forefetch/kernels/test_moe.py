@@ -219,7 +219,8 @@ def test_prompts_in_fragment_order(form: ExpertFormat, monkeypatch: pytest.Monke
     [
         (8, 256, 128, 1, 2, 0.0, BF16),  # the direct kernels, the sum inside
         (8, 512, 384, 4, 3, 0.0, FP16),  # and apart
-        (5, 128, 128, 5, 1, 0.0, BF16),  # the persistent one: fewer items than programs
+        (5, 128, 128, 7, 1, 0.0, BF16),  # the persistent one: fewer items than programs
+        (40, 256, 128, 64, 6, 0.0, BF16),  # more, each of few steps
         (40, 256, 384, 64, 6, 0.0, FP16),
         (16, 384, 128, 64, 2, 3.0, BF16),  # many more than 8 tokens for one expert
         (128, 2048, 768, 16, 8, 0.0, BF16),
