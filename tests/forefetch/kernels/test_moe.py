@@ -223,7 +223,7 @@ def test_prompts_in_fragment_order(form: ExpertFormat, monkeypatch: pytest.Monke
         (40, 256, 128, 64, 6, 0.0, BF16),  # more, each of few steps
         (40, 256, 384, 64, 6, 0.0, FP16),
         (16, 384, 128, 64, 2, 3.0, BF16),  # many more than 8 tokens for one expert
-        (128, 2048, 768, 16, 8, 0.0, BF16),
+        (32, 2048, 768, 16, 8, 0.0, BF16),
         (8, 256, 128, 700, 2, 0.5, BF16),  # prompts
     ],
 )
