@@ -12,11 +12,14 @@ from forefetch import rpc
 from forefetch.errors import Cancelled, DeadlineExceeded, Mismatch, NotFound, Overloaded, StaleEpoch, Unavailable
 from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
+from kv_service import wire
 from kv_service.keys import Geometry, Key, Origin, chain, child_key, next_key, root_key
 from kv_service.parts import Broken, Packer, checksum_of, cut, whole_blocks
 from kv_service.store_sessions import SessionRecord, Verdict
+from kv_service.wire import Buffer, Message
 
 __all__ = [
+    "Buffer",
     "Geometry",
     "Key",
     "KvClient",
@@ -91,6 +94,7 @@ class KvClient:
         self._origin = _wire_origin(origin) if origin else None
         self._channel = rpc.channel(address, tls)
         self._stub = pb_grpc.KvServiceStub(self._channel)
+        self._put, self._get = wire.stubs(self._channel)
 
     def close(self) -> None:
         """Ends running calls with Cancelled and refuses new ones."""
@@ -106,11 +110,11 @@ class KvClient:
         return KvInfo(reply.instance_id, reply.budget_bytes, reply.max_block_bytes, reply.version)
 
     def put(
-        self, blocks: Iterable[tuple[Key, bytes]], timeout_s: float = TRANSFER_S, metadata: Metadata = ()
+        self, blocks: Iterable[tuple[Key, Buffer]], timeout_s: float = TRANSFER_S, metadata: Metadata = ()
     ) -> tuple[int, int]:
         """Sends blocks, parents before children; (held now, refused). Safe to repeat."""
         with _errors():
-            reply = self._stub.Put(_put_messages(blocks, self._origin), timeout=timeout_s, metadata=self._metadata(metadata))
+            reply = self._put(_put_messages(blocks, self._origin), timeout=timeout_s, metadata=self._metadata(metadata))
         return reply.stored, reply.refused
 
     def look_up(self, keys: Sequence[Key], timeout_s: float = CALL_S, metadata: Metadata = ()) -> int:
@@ -132,16 +136,16 @@ class KvClient:
 
     def get(
         self, keys: Sequence[Key], timeout_s: float = TRANSFER_S, metadata: Metadata = (), most_bytes: int = 1 << 30
-    ) -> list[bytes]:
+    ) -> list[Buffer]:
         """The blocks of keys of one chain, of at most `most_bytes` each, up to the first that is not held, or did not arrive
         whole and in time.
 
         A service that is away, a deadline, a short or corrupt block: what came before is returned, and counted.
         """
-        blocks: list[bytes] = []
+        blocks: list[Buffer] = []
         request = pb.GetRequest(keys=map(_wire_key, keys))
         with _errors():
-            stream = self._stub.Get(request, timeout=timeout_s, metadata=self._metadata(metadata))
+            stream = self._get(request, timeout=timeout_s, metadata=self._metadata(metadata))
         try:
             with _errors():
                 for block in whole_blocks(stream, len(keys), most_bytes):
@@ -245,13 +249,11 @@ def _wire_record(session_id: str, epoch: int, record: SessionRecord) -> pb.Sessi
     )
 
 
-def _put_messages(blocks: Iterable[tuple[Key, bytes]], origin: pb.BlockOrigin | None) -> Iterator[pb.PutRequest]:
+def _put_messages(blocks: Iterable[tuple[Key, Buffer]], origin: pb.BlockOrigin | None) -> Iterator[Message]:
     packer = Packer()
     if origin is not None:
-        yield pb.PutRequest(origin=origin)
+        yield Message(origin=origin)
     for key, block in blocks:
         pieces = cut(block)
-        for parts in packer.add(pieces, checksum_of(pieces), key=_wire_key(key)):
-            yield pb.PutRequest(parts=parts)
-    if rest := packer.rest():
-        yield pb.PutRequest(parts=rest)
+        yield from packer.add(pieces, checksum_of(pieces), key=_wire_key(key))
+    yield from packer.rest()

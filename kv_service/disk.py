@@ -147,7 +147,7 @@ class Disk:
         """A block's bytes as they are there, not verified; none if it is not there."""
         with _errors(), self._env.begin(db=self._bytes, buffers=True) as txn:
             value = txn.get(name)
-            return () if value is None else cut(memoryview(value))
+            return () if value is None else cut(bytes(value))
 
     def write(
         self,

@@ -15,6 +15,7 @@ from forefetch.v1 import kv_pb2 as pb
 from kv_service.keys import DIGEST_BYTES, Key, child_key
 from kv_service.parts import Pieces
 from kv_service.store import Outcome, Reservation
+from kv_service.wire import Buffer, Part
 
 _log = logging.getLogger(__name__)
 
@@ -85,11 +86,11 @@ class _Arriving:
 
     size: int
     place: Reservation | Outcome
-    pieces: list[bytes] = field(default_factory=list)
+    pieces: list[Buffer] = field(default_factory=list)
     hash: Any = field(default_factory=xxhash.xxh3_128)
     got: int = 0
 
-    def add(self, piece: bytes) -> None:
+    def add(self, piece: Buffer) -> None:
         self.got += len(piece)
         if self.got > self.size:
             raise BadRequest("parts.data", f"more than the block's size of {self.size} bytes")
@@ -120,24 +121,24 @@ class Intake:
         if block is not None:
             self._settle(block, b"")
 
-    def take(self, part: pb.BlockPart) -> None:
+    def take(self, part: Part) -> None:
         """The next part of the stream. BadRequest names the field that is wrong."""
-        data = part.data  # each look copies it
+        head, data = part
         if len(data) > MAX_PART:
             raise BadRequest("parts.data", f"must be at most {MAX_PART} bytes in a part, is {len(data)}")
-        if not data and not part.last:
+        if not data and not head.last:
             raise BadRequest("parts.data", "must not be empty")
-        if len(part.checksum) != (CHECKSUM_BYTES if part.last else 0):
+        if len(head.checksum) != (CHECKSUM_BYTES if head.last else 0):
             raise BadRequest("parts.checksum", f"must be {CHECKSUM_BYTES} bytes in a block's last part and empty in the others")
         if self._arriving is None:
-            self._arriving = self._begin(part)
-        elif part.HasField("key") or part.size:
+            self._arriving = self._begin(head)
+        elif head.HasField("key") or head.size:
             raise BadRequest("parts.key", "must be set in a block's first part only, and so must size")
         self._arriving.add(data)
-        if part.last:
+        if head.last:
             block, self._arriving = self._arriving, None
-            whole = block.got == block.size and block.hash.digest() == part.checksum
-            self._settle(block, part.checksum if whole else b"")
+            whole = block.got == block.size and block.hash.digest() == head.checksum
+            self._settle(block, head.checksum if whole else b"")
 
     def _begin(self, part: pb.BlockPart) -> _Arriving:
         if not part.HasField("key"):

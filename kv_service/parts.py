@@ -10,21 +10,22 @@ from collections.abc import Iterable, Iterator, Sequence
 import xxhash
 
 from forefetch.v1 import kv_pb2 as pb
+from kv_service.wire import Buffer, Message, Part
 
 MESSAGE = 1 << 20
 """A message is sent once it holds this many bytes."""
 PIECE = 2 << 20
 """Most bytes in a part."""
 
-Pieces = Sequence[bytes]
+Pieces = Sequence[Buffer]
 
 
-def cut(data: bytes | memoryview) -> Pieces:
-    """A block in pieces; one that is small enough is not copied."""
-    if len(data) <= PIECE and isinstance(data, bytes):
+def cut(data: Buffer) -> Pieces:
+    """A block in pieces, which are views of it."""
+    if len(data) <= PIECE:
         return (data,)
     view = memoryview(data)
-    return tuple(bytes(view[at : at + PIECE]) for at in range(0, len(view), PIECE))
+    return tuple(view[at : at + PIECE] for at in range(0, len(view), PIECE))
 
 
 def checksum_of(pieces: Pieces) -> bytes:
@@ -41,45 +42,47 @@ class Packer:
     """Collects parts: small blocks share a message, large ones take several."""
 
     def __init__(self) -> None:
-        self._parts: list[pb.BlockPart] = []
+        self._parts: list[Part] = []
         self._size = 0
 
-    def add(
-        self, pieces: Pieces, checksum: bytes, *, index: int = 0, key: pb.BlockKey | None = None
-    ) -> Iterator[list[pb.BlockPart]]:
-        """Takes a block; gives the messages' parts that are complete with it. `key`: for Put, with the size."""
+    def add(self, pieces: Pieces, checksum: bytes, *, index: int = 0, key: pb.BlockKey | None = None) -> Iterator[Message]:
+        """Takes a block; gives the messages that are complete with it. `key`: for Put, with the size."""
         for at, piece in enumerate(pieces):
             last = at + 1 == len(pieces)
             if self._parts and self._size + len(piece) > PIECE:
-                yield self.rest()
-            part = pb.BlockPart(index=index, data=piece, last=last, checksum=checksum if last else b"")
+                yield self._message()
+            head = pb.BlockPart(index=index, last=last, checksum=checksum if last else b"")
             if key is not None and at == 0:
-                part.key.CopyFrom(key)
-                part.size = sum(map(len, pieces))
-            self._parts.append(part)
+                head.key.CopyFrom(key)
+                head.size = sum(map(len, pieces))
+            self._parts.append(Part(head, piece))
             self._size += len(piece)
             if self._size >= MESSAGE:
-                yield self.rest()
+                yield self._message()
 
-    def rest(self) -> list[pb.BlockPart]:
-        """What has been collected, perhaps nothing."""
+    def rest(self) -> Iterator[Message]:
+        """What has been collected, if anything."""
+        if self._parts:
+            yield self._message()
+
+    def _message(self) -> Message:
         parts, self._parts, self._size = self._parts, [], 0
-        return parts
+        return Message(parts)
 
 
 class Broken(Exception):
     """What came is not the block it should be."""
 
 
-def whole_blocks(messages: Iterable[pb.GetResponse], count: int, most_bytes: int) -> Iterator[bytes]:
+def whole_blocks(messages: Iterable[Message], count: int, most_bytes: int) -> Iterator[Buffer]:
     """At most `count` blocks of a Get, of at most `most_bytes` each, whose parts came in order and match their checksum. Raises
     Broken at the first that does not, so that no service makes a caller hold more than it asked for."""
-    pieces: list[bytes] = []
+    pieces: list[Buffer] = []
     index = size = 0
-    for part in (part for message in messages for part in message.parts):
+    for part, data in (part for message in messages for part in message.parts):
         if part.index != index:
             raise Broken(f"a part of block {part.index} came within block {index}")
-        pieces.append(part.data)
+        pieces.append(data)
         size += len(pieces[-1])
         if index >= count or size > most_bytes:
             raise Broken(f"block {index} is more than was asked for")

@@ -22,7 +22,7 @@ from forefetch.telemetry.spans import Exporter
 from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
 from forefetch.version import VERSION
-from kv_service import operators
+from kv_service import operators, wire
 from kv_service.config import KvConfig
 from kv_service.disk import Disk, take_lock
 from kv_service.intake import Intake, read_digests, read_keys
@@ -30,6 +30,7 @@ from kv_service.parts import Packer
 from kv_service.session_log import SessionLogs
 from kv_service.session_rows import check_record, check_session_id
 from kv_service.vault import Vault
+from kv_service.wire import Message
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -130,7 +131,7 @@ class KvServicer(pb_grpc.KvServiceServicer):
         )
 
     @rpc.sync_handler
-    def Put(self, request: Iterator[pb.PutRequest], context: grpc.ServicerContext) -> pb.PutResponse:
+    def Put(self, request: Iterator[Message], context: grpc.ServicerContext) -> pb.PutResponse:  # type: ignore[override]
         """Takes blocks until the stream ends; a stream that breaks leaves the blocks that were complete."""
         tag = self._tag(context)
         with self._transfer(context, names.KV_PUT):
@@ -138,7 +139,7 @@ class KvServicer(pb_grpc.KvServiceServicer):
             reserve = partial(vault.reserve, tag, limit_s=TRANSFER_LIMIT_S)
             with vault.receiving(), Intake(vault, reserve, most) as intake:
                 for message in request:
-                    if message.HasField("origin"):
+                    if message.origin is not None:
                         intake.origin = operators.remember(vault, message.origin)
                     for part in message.parts:
                         intake.take(part)
@@ -156,16 +157,14 @@ class KvServicer(pb_grpc.KvServiceServicer):
             return pb.LookUpResponse(held=held, on_disk=on_disk)
 
     @rpc.sync_handler
-    def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[pb.GetResponse]:
+    def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[Message]:  # type: ignore[override]
         """Blocks in order, up to the first that is not held."""
         tag, keys = self._tag(context), read_keys(request.keys, MAX_KEYS)
         with self._transfer(context, names.KV_GET):
             packer = Packer()
             for block in self.vault.read(tag, keys):
-                for parts in packer.add(block.pieces, block.checksum, index=block.index):
-                    yield pb.GetResponse(parts=parts)
-            if rest := packer.rest():
-                yield pb.GetResponse(parts=rest)
+                yield from packer.add(block.pieces, block.checksum, index=block.index)
+            yield from packer.rest()
 
     @rpc.sync_handler
     def AppendSession(self, request: pb.AppendSessionRequest, context: grpc.ServicerContext) -> pb.AppendSessionResponse:
@@ -239,7 +238,7 @@ def serve(config: KvConfig) -> None:
         server = rpc.serve_sync(
             config,
             SERVICE,
-            lambda server: pb_grpc.add_KvServiceServicer_to_server(servicer, server),
+            lambda server: wire.add_to(server, servicer),
             max_workers=THREADS,
             busy=lambda: servicer.busy,
             registry=_registry(servicer) if config.metrics_listen else None,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from forefetch.kernels import attention
@@ -66,13 +67,18 @@ class KvCache:
     def heed(self, void: torch.Tensor) -> None:
         """A commit changes nothing here."""
 
-    def read_block(self, page: int) -> bytes:
+    def read_block(self, page: int) -> memoryview:
         """The bytes of a sealed block: for each layer K then V, each [Hkv, page, D]. May be called from any thread."""
-        parts = [pool[layer][:, page] for layer in range(len(self.k)) for pool in (self.k, self.v)]
-        block = torch.stack(parts).contiguous().cpu()
-        return block.view(torch.uint8).numpy().tobytes()
+        parts = [pool[layer][:, page].view(torch.uint8) for layer in range(len(self.k)) for pool in (self.k, self.v)]
+        if self._incoming is not None:
+            return torch.stack(parts).cpu().view(-1).numpy().data
+        # By numpy: without the GIL, and without PyTorch's other threads, whose cores a step needs.
+        block = np.empty((len(parts), *parts[0].shape), dtype=np.uint8)
+        for into, part in zip(block, parts, strict=True):
+            np.copyto(into, part.numpy())
+        return block.reshape(-1).data
 
-    def write_block(self, page: int, data: bytes) -> None:
+    def write_block(self, page: int, data: Buffer) -> None:
         """The inverse of `read_block`: fills a page that nobody reads yet. Returns when the bytes are there; any thread.
 
         Raises ValueError when `data` is not `block_bytes` long."""

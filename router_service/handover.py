@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from forefetch.telemetry.context import SpanContext
 from forefetch.v1 import router_pb2
-from kv_service.client import TRANSFER_S, Key
+from kv_service.client import TRANSFER_S, Buffer, Key
 from router_service.lane import Lane
 from router_service.replicas import Replicas
 from router_service.segments import owner, segment_of
@@ -25,7 +25,7 @@ class Handover:
         *,
         block_bytes: int,
         budget_bytes: int,
-        read_block: Callable[[int], bytes],
+        read_block: Callable[[int], Buffer],
         exporter: Exporter | None = None,
         transfer_s: float = TRANSFER_S,
     ) -> None:

@@ -11,13 +11,14 @@ import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from forefetch.errors import Cancelled, DeadlineExceeded, ForefetchError, Overloaded, Unavailable
 from forefetch.telemetry import names
 from forefetch.telemetry.context import SpanContext, to_metadata
 from forefetch.v1 import router_pb2
-from kv_service.client import CALL_S, TRANSFER_S, Key
+from kv_service.client import CALL_S, TRANSFER_S, Buffer, Key
 from router_service.outbox import Block, Outbox
 from router_service.replicas import Replica
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
-"""How often an idle hand-over asks whether the service is still the same instance."""
+"""How often it is asked whether the service is still the same instance."""
 BACKOFF_S = (0.1, 2.0)
 ATTEMPTS = 4
 """Sends of one batch to a service that answers its heartbeat, before the batch is dropped."""
@@ -41,7 +42,7 @@ class Lane:
         replica: Replica,
         *,
         room: int,
-        read_block: Callable[[int], bytes],
+        read_block: Callable[[int], Buffer],
         exporter: Exporter | None = None,
         transfer_s: float = TRANSFER_S,
     ) -> None:
@@ -55,6 +56,7 @@ class Lane:
         self._closing = False
         self._instance_id = ""
         self._attempts = 0
+        self._greet_at = 0.0  # monotonic seconds
         self._copier = threading.Thread(target=self._copy_loop, name="kv-copy", daemon=True)
         self._sender = threading.Thread(target=self._send_loop, name="kv-send", daemon=True)
         self._copier.start()
@@ -134,7 +136,7 @@ class Lane:
                 self._outbox.copied(block, data)
                 self._changed.notify_all()
 
-    def _bytes_of(self, block: Block) -> bytes:
+    def _bytes_of(self, block: Block) -> Buffer:
         try:
             return self._read_block(block.page)
         except Exception:
@@ -154,6 +156,7 @@ class Lane:
                 backoff, going = BACKOFF_S[0], self._wait()
             except ForefetchError as error:
                 self._replica.is_up(False, str(error))
+                self._greet_at = 0.0
                 with self._changed:
                     going = not self._changed.wait_for(lambda: self._closing, backoff)
                 backoff = min(2 * backoff, BACKOFF_S[1])
@@ -166,9 +169,12 @@ class Lane:
             return not self._closing or outbox.used > 0
 
     def _greet(self) -> None:
-        """Asks who is there; another instance than before holds nothing of what was sent."""
+        """Asks, now and then, who is there; another instance than before holds nothing of what was sent."""
+        if monotonic() < self._greet_at:
+            return
         info = self._client.describe(self._call_s)
         self._replica.is_up(True)
+        self._greet_at = monotonic() + HEARTBEAT_S
         with self._changed:
             if self._instance_id not in ("", info.instance_id):
                 self._outbox.restart()
@@ -198,7 +204,7 @@ class Lane:
         """How many of the blocks the service holds now. What it holds already, a common prompt say, is not sent."""
         missing: list[Block] = []
         for run in _runs(blocks):
-            missing += run[self._client.look_up([block.key for block in run], self._call_s) :]
+            missing += run[self._held(run) :]
         if not missing:
             return len(blocks)
         trace = next((block.trace for block in missing if block.trace and block.trace.sampled), None)
@@ -206,6 +212,16 @@ class Lane:
             pairs = ((block.key, block.data) for block in missing)
             _, refused = self._client.put(pairs, self._transfer_s, to_metadata(span))
         return len(blocks) - refused
+
+    def _held(self, run: Sequence[Block]) -> int:
+        """How many of these the service holds. It is not asked again behind a block that it did not hold, because prefixes lose
+        their ends first; what it holds all the same, it compares and does not keep twice."""
+        if run[0].chain.absent:
+            return 0
+        held = self._client.look_up([block.key for block in run], self._call_s)
+        for block in run[held:]:
+            block.chain.absent = True
+        return held
 
 
 def _runs(blocks: Sequence[Block]) -> list[list[Block]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from forefetch.telemetry.context import SpanContext
-    from kv_service.client import Key
+    from kv_service.client import Buffer, Key
 
 
 BATCH_BYTES = 16 << 20
@@ -28,6 +28,7 @@ class Chain:
     blocks: list[Block] = field(default_factory=list)
     queued: int = 0
     live: bool = True
+    absent: bool = False  # the service was found not to hold a block of it
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +40,7 @@ class Block:
     page: int
     trace: SpanContext | None
     pinned: bool = False
-    data: bytes = b""
+    data: Buffer = b""
 
 
 class Outbox:
@@ -111,7 +112,7 @@ class Outbox:
         self.used += 1
         return block
 
-    def copied(self, block: Block, data: bytes) -> None:
+    def copied(self, block: Block, data: Buffer) -> None:
         """The bytes of a taken block; b"" when its page could not be read.
 
         Without a pin the page is intact only if its request still lives: the engine forgets a request before it writes
@@ -156,7 +157,7 @@ class Outbox:
         self.restarts += 1
         self._todo, self._ready = (deque(self._without_live(queue)) for queue in (self._todo, self._ready))
         for chain in self._chains.values():
-            chain.queued = 0
+            chain.queued, chain.absent = 0, False
         self._behind = {name: chain for name, chain in self._chains.items() if chain.blocks}
 
     def _without_live(self, queue: deque[Block]) -> list[Block]:

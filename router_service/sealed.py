@@ -216,7 +216,7 @@ class SealedCache:
 
     # ---- blocks ----
 
-    def read_block(self, page: int) -> bytes:
+    def read_block(self, page: int) -> memoryview:
         """The bytes of a sealed block: blobs [L, Hkv], then exempt layers as KvCache has them, then, if it is a request's first
         block, its sinks [L, K V, Hkv, S, D]. Any thread."""
         parts = [
@@ -225,9 +225,9 @@ class SealedCache:
         ]
         if (sinks := self._first.get(page)) is not None:
             parts.append(sinks.cpu().numpy().tobytes())
-        return b"".join(parts)
+        return memoryview(b"".join(parts))
 
-    def write_block(self, page: int, data: bytes) -> None:
+    def write_block(self, page: int, data: Buffer) -> None:
         """The inverse of `read_block`. Any thread; nobody reads the page meanwhile. ValueError: not the length of a block."""
         blobs = self.pages[:, :, page]
         sinks = self.sinks[:, :, :, 0]

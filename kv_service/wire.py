@@ -1,0 +1,143 @@
+"""Messages of Put and Get to bytes and back, without copying the blocks in them. Pure.
+
+The wire format is that of kv.proto, and any protobuf library may be at the other end. But a library's message objects copy a
+block two or three times on its way, under the GIL that a router's engine needs. So what is beside `data` goes through the
+library, and `data` itself is joined into the message once, or looked at where it came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from forefetch.v1 import kv_pb2 as pb
+from forefetch.v1 import kv_pb2_grpc as pb_grpc
+
+Buffer = bytes | memoryview
+PUT, GET = "/forefetch.v1.KvService/Put", "/forefetch.v1.KvService/Get"
+VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5
+_PARTS = pb.PutRequest.PARTS_FIELD_NUMBER << 3 | DELIMITED  # the same in GetResponse
+_DATA = pb.BlockPart.DATA_FIELD_NUMBER << 3 | DELIMITED
+_MOST_VARINT = 10
+KEPT = 16
+"""A part's data stays in its message if it is all but 1/16 of it: what is held is then what is counted."""
+
+
+class Part(NamedTuple):
+    """A BlockPart: `head` is all of it but `data`."""
+
+    head: pb.BlockPart
+    data: Buffer
+
+
+@dataclass(slots=True)
+class Message:
+    """A PutRequest, or a GetResponse, which has no origin."""
+
+    parts: Sequence[Part] = field(default_factory=list)
+    origin: pb.BlockOrigin | None = None
+
+    def encode(self) -> bytes:
+        """As it goes over the wire."""
+        pieces: list[Buffer] = [pb.PutRequest(origin=self.origin).SerializeToString()] if self.origin else []
+        for head, data in self.parts:
+            rest = head.SerializeToString()
+            if data:
+                rest += _varint(_DATA) + _varint(len(data))
+            pieces += _varint(_PARTS) + _varint(len(rest) + len(data)), rest, data
+        return b"".join(pieces)
+
+    @classmethod
+    def decode(cls, wire: bytes) -> Message:
+        """The inverse. Raises DecodeError."""
+        parts, rest = [], []
+        for tag, begin, value, end in _fields(wire, 0, len(wire)):
+            if tag == _PARTS:
+                parts.append(_part(wire, value, end))
+            else:
+                rest.append(wire[begin:end])
+        other = pb.PutRequest.FromString(b"".join(rest)) if rest else None
+        return cls(parts, other.origin if other is not None and other.HasField("origin") else None)
+
+
+def _part(wire: bytes, begin: int, end: int) -> Part:
+    head, data = [], memoryview(b"")
+    for tag, first, value, last in _fields(wire, begin, end):
+        if tag == _DATA:
+            data = memoryview(wire)[value:last]
+        else:
+            head.append(wire[first:last])
+    kept = KEPT * (len(wire) - len(data)) <= len(wire)
+    return Part(pb.BlockPart.FromString(b"".join(head)), data if kept else bytes(data))
+
+
+def _fields(wire: bytes, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """Each field's tag, where it begins, where its value begins, and where it ends."""
+    while at < end:
+        begin = at
+        tag, at = _read_varint(wire, at, end)
+        kind, value = tag & 7, at
+        if kind == DELIMITED:
+            size, value = _read_varint(wire, at, end)
+            at = value + size
+        elif kind == VARINT:
+            _, at = _read_varint(wire, at, end)
+        elif kind in (FIXED64, FIXED32):
+            at += 8 if kind == FIXED64 else 4
+        else:
+            raise DecodeError(f"a field of wire type {kind}")
+        if at > end:
+            raise DecodeError("a field ends behind its message")
+        yield tag, begin, value, at
+
+
+def _read_varint(wire: bytes, at: int, end: int) -> tuple[int, int]:
+    """A varint, and where it ends."""
+    number = 0
+    for index in range(at, min(end, at + _MOST_VARINT)):
+        number |= (wire[index] & 0x7F) << 7 * (index - at)
+        if wire[index] < 0x80:
+            return number, index + 1
+    raise DecodeError("a varint does not end")
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def stubs(channel: grpc.Channel) -> tuple[Any, Any]:
+    """Put(Iterator[Message]) -> PutResponse and Get(GetRequest) -> Iterator[Message]."""
+    put = channel.stream_unary(PUT, request_serializer=Message.encode, response_deserializer=pb.PutResponse.FromString)
+    get = channel.unary_stream(GET, request_serializer=pb.GetRequest.SerializeToString, response_deserializer=Message.decode)
+    return put, get
+
+
+def add_to(server: grpc.Server, servicer: pb_grpc.KvServiceServicer) -> None:
+    """Adds a KvService whose Put takes and whose Get gives Messages."""
+    pb_grpc.add_KvServiceServicer_to_server(servicer, _Adding(server))  # type: ignore[arg-type]
+
+
+class _Adding:
+    """Where generated code adds its methods."""
+
+    def __init__(self, server: grpc.Server) -> None:
+        self._server: Any = server
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """The same methods come again, by name."""
+
+    def add_registered_method_handlers(self, service: str, methods: dict[str, Any]) -> None:
+        """By name."""
+        methods["Put"] = methods["Put"]._replace(request_deserializer=Message.decode)
+        methods["Get"] = methods["Get"]._replace(response_serializer=Message.encode)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
+        self._server.add_registered_method_handlers(service, methods)
