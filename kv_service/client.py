@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -12,11 +13,10 @@ from forefetch import rpc
 from forefetch.errors import Cancelled, DeadlineExceeded, Mismatch, NotFound, Overloaded, StaleEpoch, Unavailable
 from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
-from kv_service import wire
+from kv_service.block_messages import Buffer, Message
 from kv_service.keys import Geometry, Key, Origin, chain, child_key, next_key, root_key
 from kv_service.parts import Broken, Packer, checksum_of, cut, whole_blocks
 from kv_service.store_sessions import SessionRecord, Verdict
-from kv_service.wire import Buffer, Message
 
 __all__ = [
     "Buffer",
@@ -39,6 +39,8 @@ CALL_S = 5.0
 """Deadline of calls that move no blocks, seconds."""
 TRANSFER_S = 30.0
 """Deadline of calls that move blocks, seconds, unless the caller says otherwise."""
+
+PUT, GET = "/forefetch.v1.KvService/Put", "/forefetch.v1.KvService/Get"
 
 Metadata = Sequence[tuple[str, str]]
 
@@ -94,7 +96,7 @@ class KvClient:
         self._origin = _wire_origin(origin) if origin else None
         self._channel = rpc.channel(address, tls)
         self._stub = pb_grpc.KvServiceStub(self._channel)
-        self._put, self._get = wire.stubs(self._channel)
+        self._put, self._get = _block_stubs(self._channel)
 
     def close(self) -> None:
         """Ends running calls with Cancelled and refuses new ones."""
@@ -198,6 +200,13 @@ class KvClient:
         """Counters since the service's start."""
         with _errors():
             return self._stub.GetStats(pb.KvServiceGetStatsRequest(), timeout=timeout_s, metadata=self._metadata())
+
+
+def _block_stubs(channel: grpc.Channel) -> tuple[Any, Any]:
+    """Put(Iterator[Message]) -> PutResponse and Get(GetRequest) -> Iterator[Message]."""
+    put = channel.stream_unary(PUT, request_serializer=Message.encode, response_deserializer=pb.PutResponse.FromString)
+    get = channel.unary_stream(GET, request_serializer=pb.GetRequest.SerializeToString, response_deserializer=Message.decode)
+    return put, get
 
 
 _MISSES = (Unavailable, DeadlineExceeded, Cancelled, Overloaded, Broken)

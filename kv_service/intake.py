@@ -12,10 +12,10 @@ import xxhash
 
 from forefetch.errors import BadRequest
 from forefetch.v1 import kv_pb2 as pb
+from kv_service.block_messages import Buffer, Part
 from kv_service.keys import DIGEST_BYTES, Key, child_key
 from kv_service.parts import Pieces
 from kv_service.store import Outcome, Reservation
-from kv_service.wire import Buffer, Part
 
 _log = logging.getLogger(__name__)
 

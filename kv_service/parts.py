@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import xxhash
 
 from forefetch.v1 import kv_pb2 as pb
-from kv_service.wire import Buffer, Message, Part
+from kv_service.block_messages import Buffer, Message, Part
 
 MESSAGE = 1 << 20
 """A message is sent once it holds this many bytes."""

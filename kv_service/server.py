@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
@@ -22,7 +22,8 @@ from forefetch.telemetry.spans import Exporter
 from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
 from forefetch.version import VERSION
-from kv_service import operators, wire
+from kv_service import operators
+from kv_service.block_messages import Message
 from kv_service.config import KvConfig
 from kv_service.disk import Disk, take_lock
 from kv_service.intake import Intake, read_digests, read_keys
@@ -30,7 +31,6 @@ from kv_service.parts import Packer
 from kv_service.session_log import SessionLogs
 from kv_service.session_rows import check_record, check_session_id
 from kv_service.vault import Vault
-from kv_service.wire import Message
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -230,6 +230,28 @@ class KvServicer(pb_grpc.KvServiceServicer):
         )
 
 
+def add_to(server: grpc.Server, servicer: KvServicer) -> None:
+    """Adds the service, whose Put takes and whose Get gives Messages."""
+    pb_grpc.add_KvServiceServicer_to_server(servicer, cast("grpc.Server", _Adding(server)))
+
+
+class _Adding:
+    """Where generated code adds its methods."""
+
+    def __init__(self, server: grpc.Server) -> None:
+        self._server: Any = server
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """The same methods come again, by name."""
+
+    def add_registered_method_handlers(self, service: str, methods: dict[str, Any]) -> None:
+        """By name."""
+        methods["Put"] = methods["Put"]._replace(request_deserializer=Message.decode)
+        methods["Get"] = methods["Get"]._replace(response_serializer=Message.encode)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
+        self._server.add_registered_method_handlers(service, methods)
+
+
 def serve(config: KvConfig) -> None:
     """Serves until a signal."""
     exporter = Exporter(config, names.SERVICE_KV)
@@ -238,7 +260,7 @@ def serve(config: KvConfig) -> None:
         server = rpc.serve_sync(
             config,
             SERVICE,
-            lambda server: wire.add_to(server, servicer),
+            lambda server: add_to(server, servicer),
             max_workers=THREADS,
             busy=lambda: servicer.busy,
             registry=_registry(servicer) if config.metrics_listen else None,

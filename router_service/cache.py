@@ -78,7 +78,7 @@ class KvCache:
             np.copyto(into, part.numpy())
         return block.reshape(-1).data
 
-    def write_block(self, page: int, data: Buffer) -> None:
+    def write_block(self, page: int, data: bytes | memoryview) -> None:
         """The inverse of `read_block`: fills a page that nobody reads yet. Returns when the bytes are there; any thread.
 
         Raises ValueError when `data` is not `block_bytes` long."""

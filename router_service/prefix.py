@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from forefetch.errors import DeadlineExceeded, ForefetchError
 from forefetch.telemetry import names
 from forefetch.telemetry.context import SpanContext, to_metadata
-from kv_service.client import CALL_S, Key, Metadata
+from kv_service.client import CALL_S, Buffer, Key, Metadata
 from router_service.cost import FetchCost
 from router_service.journal import Tail
 from router_service.naming import rows_key
@@ -85,7 +85,7 @@ class Prefix:
         self,
         replicas: Replicas,
         cost: FetchCost,
-        write_block: Callable[[int, bytes], None],
+        write_block: Callable[[int, Buffer], None],
         exporter: Exporter | None = None,
         tail_start: Callable[[int], int] = lambda position: position,
     ) -> None:
@@ -192,7 +192,7 @@ class Prefix:
             whole, position = self._tail_start(blocks * size) // size, blocks * size
             most = SLACK * self.cost.rows_bytes + MIB
             data = holder.client.get([rows_key(load.keys[blocks - 1])], max(load.left_s, 0.0), metadata, most)
-            tail = Tail.decode(whole * size, data[0]) if data else None
+            tail = Tail.decode(whole * size, bytes(data[0])) if data else None
             if tail is None or (tail.end, tail.page) != (position, size):
                 return _stopped(load) or ("mismatch" if data else "broken")
         for replica, run in self._replicas.runs(load.keys[:whole]):

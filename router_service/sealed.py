@@ -227,7 +227,7 @@ class SealedCache:
             parts.append(sinks.cpu().numpy().tobytes())
         return memoryview(b"".join(parts))
 
-    def write_block(self, page: int, data: Buffer) -> None:
+    def write_block(self, page: int, data: bytes | memoryview) -> None:
         """The inverse of `read_block`. Any thread; nobody reads the page meanwhile. ValueError: not the length of a block."""
         blobs = self.pages[:, :, page]
         sinks = self.sinks[:, :, :, 0]

@@ -74,10 +74,10 @@ class Cache(Protocol):
         """From now on commits of decode rows change nothing while `void`, int32 [1] on the device, is not 0: for models whose
         steps may turn out lost when they are read."""
 
-    def read_block(self, page: int) -> bytes:
+    def read_block(self, page: int) -> memoryview:
         """A sealed block's bytes. Any thread."""
 
-    def write_block(self, page: int, data: bytes) -> None:
+    def write_block(self, page: int, data: bytes | memoryview) -> None:
         """The inverse. Any thread; nobody reads the page meanwhile. ValueError: not the bytes of a block."""
 
     def tail_start(self, computed: int, loaded: int) -> int:

@@ -105,7 +105,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "config": ("config", "discovery_config", "cache_config"),
     "pure": (
         *("__init__", "scheduler", "pages", "admission", "slots", "store", "store_sessions", "keys", "outbox", "intake"),
-        *("store_order", "store_room", "parts", "labels"),
+        *("store_order", "store_room", "parts", "block_messages", "labels"),
         *("segments", "cost", "journal", "prefetch", "misses", "forecast", "shelf", "retiring"),
         *("endpoints", "election", "planner"),
     ),

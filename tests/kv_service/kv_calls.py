@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from forefetch import rpc
 from forefetch.telemetry.spans import Exporter
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
-from kv_service import wire
 from kv_service.client import Geometry, Key, KvClient, chain, root_key
 from kv_service.config import KvConfig
-from kv_service.server import SERVICE, THREADS, KvServicer
+from kv_service.server import SERVICE, THREADS, KvServicer, add_to
 
 ROOT = root_key(b"", "model", Geometry(2, 2, 8), "rope", "float32", "", 4)
 
@@ -44,7 +43,7 @@ def running(config: KvConfig, tls: rpc.Tls | None = None) -> Iterator[Kv]:
     """`tls`: as a caller. A config that asks for tokens leaves `client` and `stub` without one."""
     exporter = Exporter(config, "forefetch-kv")
     servicer = KvServicer(config, exporter)
-    server = rpc.serve_sync(config, SERVICE, lambda server: wire.add_to(server, servicer), max_workers=THREADS)
+    server = rpc.serve_sync(config, SERVICE, lambda server: add_to(server, servicer), max_workers=THREADS)
     server.set_serving(True)
     client = KvClient(server.address, tls)
     channel = rpc.channel(server.address, tls)

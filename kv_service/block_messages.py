@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import grpc
 from google.protobuf.message import DecodeError
 
 from forefetch.v1 import kv_pb2 as pb
-from forefetch.v1 import kv_pb2_grpc as pb_grpc
 
 Buffer = bytes | memoryview
-PUT, GET = "/forefetch.v1.KvService/Put", "/forefetch.v1.KvService/Get"
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5
 _PARTS = pb.PutRequest.PARTS_FIELD_NUMBER << 3 | DELIMITED  # the same in GetResponse
 _DATA = pb.BlockPart.DATA_FIELD_NUMBER << 3 | DELIMITED
@@ -112,32 +109,3 @@ def _varint(number: int) -> bytes:
         number >>= 7
     out.append(number)
     return bytes(out)
-
-
-def stubs(channel: grpc.Channel) -> tuple[Any, Any]:
-    """Put(Iterator[Message]) -> PutResponse and Get(GetRequest) -> Iterator[Message]."""
-    put = channel.stream_unary(PUT, request_serializer=Message.encode, response_deserializer=pb.PutResponse.FromString)
-    get = channel.unary_stream(GET, request_serializer=pb.GetRequest.SerializeToString, response_deserializer=Message.decode)
-    return put, get
-
-
-def add_to(server: grpc.Server, servicer: pb_grpc.KvServiceServicer) -> None:
-    """Adds a KvService whose Put takes and whose Get gives Messages."""
-    pb_grpc.add_KvServiceServicer_to_server(servicer, _Adding(server))  # type: ignore[arg-type]
-
-
-class _Adding:
-    """Where generated code adds its methods."""
-
-    def __init__(self, server: grpc.Server) -> None:
-        self._server: Any = server
-
-    def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """The same methods come again, by name."""
-
-    def add_registered_method_handlers(self, service: str, methods: dict[str, Any]) -> None:
-        """By name."""
-        methods["Put"] = methods["Put"]._replace(request_deserializer=Message.decode)
-        methods["Get"] = methods["Get"]._replace(response_serializer=Message.encode)
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
-        self._server.add_registered_method_handlers(service, methods)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forefetch.v1 import kv_pb2 as pb
-from kv_service.wire import Message
+from kv_service.block_messages import Message
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
