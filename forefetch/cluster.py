@@ -109,7 +109,8 @@ class Cluster:
             self._spawn(name, "expert_worker", self._worker_flags(shard), self._threads(len(self.worker_names)))
         if self.config.kv:
             where = [f"--dir={Path(self.config.kv_dir).resolve()}"] if self.config.kv_dir else []
-            self._spawn("kv", "kv_service", [f"--otlp-endpoint={self.config.otlp_endpoint}", *where, *self._extra.kv], 1)
+            flags = [f"--otlp-endpoint={self.config.otlp_endpoint}", f"--nice={self.config.kv_nice}", *where, *self._extra.kv]
+            self._spawn("kv", "kv_service", flags, 1)
         self._wait_ready(list(self.processes.values()), until)
         self._spawn("router", "router_service", self._router_flags(), self._threads(1), listen)
         self._wait_ready([self.processes["router"]], until)

@@ -117,6 +117,11 @@ class ClusterConfig(Config):
     kv_dir: str = setting(
         "", "Folder where the KV service keeps blocks and sessions beyond its own life. Unset: in memory.", form="DIR"
     )
+    kv_nice: int = setting(
+        19,
+        """How far the KV service leaves this host's cores to the others, 0 to 19: steps wait less for cores that it holds, and
+        cached blocks come late where all cores are always busy. `python -m kv_service --help` says more.""",
+    )
     otlp_endpoint: str = setting(
         "", "host:port of an OTLP/gRPC collector for spans of all services. Unset: no spans are sent.", form="HOST:PORT"
     )

@@ -68,6 +68,13 @@ class KvConfig(AuthConfig):
     session_idle_s: float = setting(
         86_400.0, "Seconds after its last use that a session may be dropped. A restart counts as a use."
     )
+    nice: int = setting(
+        0,
+        """How far the service leaves the host's cores to others, 0 to 19, see nice(2). From 1 on its threads also interrupt
+        none that runs, and hold a core for 0.1 ms at a time (Linux). For a service beside a router on a CPU, whose steps wait
+        for cores that it holds; `forefetch up` gives it 19. Where all cores are always busy it becomes slow then: blocks come
+        late and are computed instead, and sessions take longer to begin and to end.""",
+    )
 
     def validate(self) -> None:
         """Raises ConfigError naming the bad setting or pair."""
@@ -80,6 +87,8 @@ class KvConfig(AuthConfig):
             raise ConfigError(f"--disk-gb: must hold a block of --max-block-mb, which is {self.max_block_mb}")
         if not 0.0 < self.tenant_share <= 1.0:
             raise ConfigError("--tenant-share: must be above 0 and at most 1")
+        if not 0 <= self.nice <= 19:
+            raise ConfigError("--nice: must be 0 to 19")
         if self.session_mb < 1:
             raise ConfigError("--session-mb: must be at least 1")
         if self.session_idle_s <= 0:

@@ -16,6 +16,7 @@ import grpc
 
 from forefetch import rpc
 from forefetch.errors import BadRequest, Overloaded
+from forefetch.priority import give_way
 from forefetch.rpc.auth import Authenticator
 from forefetch.telemetry import names
 from forefetch.telemetry.spans import Exporter
@@ -254,6 +255,8 @@ class _Adding:
 
 def serve(config: KvConfig) -> None:
     """Serves until a signal."""
+    if config.nice:
+        give_way(config.nice)  # before there are other threads
     exporter = Exporter(config, names.SERVICE_KV)
     servicer = KvServicer(config, exporter)
     try:

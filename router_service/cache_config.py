@@ -44,7 +44,9 @@ class CacheConfig(ServiceConfig):
     session_tail_mb: float = setting(
         16.0,
         """Most MiB per second of K and V behind the last full page that go to the logs of sessions, the oldest first, so that
-        a router that goes on with an answer need not compute them. 0: none; they are computed again, to the same tokens.""",
+        a router that goes on with an answer need not compute them. Where computing a tail takes less time than
+        --session-lag-s, by this router's prompts, none is written, unless prefixes need rows (--kv-recent), since without a
+        tail more than the tail would be computed. 0: none; they are computed again, to the same tokens.""",
     )
     kv_format: str = setting(
         "auto",

@@ -82,9 +82,17 @@ class KvSide:
             return
         end = request.computed
         start = self.cache.tail_start(end, request.loaded_blocks)
-        if start < end:
+        if start < end and self._counts(end - start):
             rows = self.cache.read_tail(request.pages, request.lane, start, end)
             live.snapshot = Snapshot(start, end, self.naming.page_size, rows)
+
+    def _counts(self, tokens: int) -> bool:
+        """Whether a tail of so many tokens is worth its bytes: where more than the tail is computed again without it, and where
+        computing it takes longer than the log lags behind the stream, which is to be generated again in any case."""
+        if self.rows is not None or self.prefix is None:
+            return True
+        seconds = self.prefix.cost.prefill.time(tokens)
+        return seconds is None or seconds > self.sessions.lag_s
 
     def admitted(self, request: Request, trace: SpanContext | None) -> None:
         """A request has its pages: its cached prefix is looked for, and it is `loading` until that has ended."""

@@ -15,6 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from forefetch.errors import Cancelled, DeadlineExceeded, ForefetchError, Overloaded, Unavailable
+from forefetch.priority import give_way
 from forefetch.telemetry import names
 from forefetch.telemetry.context import SpanContext, to_metadata
 from forefetch.v1 import router_pb2
@@ -125,6 +126,7 @@ class Lane:
     # ---- the copying thread ----
 
     def _copy_loop(self) -> None:
+        give_way()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._outbox.copyable)
@@ -146,6 +148,7 @@ class Lane:
     # ---- the sending thread ----
 
     def _send_loop(self) -> None:
+        give_way()  # as the threads do that gRPC makes for it
         backoff = BACKOFF_S[0]
         going = True
         while going:

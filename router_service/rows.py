@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forefetch.errors import ForefetchError
+from forefetch.priority import give_way
 from kv_service.client import CALL_S, Key
 from router_service.naming import rows_key
 
@@ -76,6 +77,7 @@ class Rows:
         self._sender.join(timeout_s)
 
     def _send_loop(self) -> None:
+        give_way()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._waiting)

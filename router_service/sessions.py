@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from forefetch.errors import ForefetchError, Mismatch, StaleEpoch
+from forefetch.priority import give_way
 from forefetch.rpc.auth import ANONYMOUS
 from kv_service.client import CALL_S, SessionAck, SessionRecord, SessionState, Verdict
 from router_service.journal import Cursor, Turn
@@ -57,7 +58,7 @@ class Sessions:
         self.counts = Counts()
         self.fence: Callable[[Request, ForefetchError], None] = lambda request, error: None
         self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-session")
-        self._replicas, self._lag_s = replicas, lag_s
+        self._replicas, self.lag_s = replicas, lag_s
         self._tail_bytes_s, self._allowance, self._tail_bytes = tail_bytes_s, 0.0, 0
         self._wanted: deque[Live] = deque()
         self._live: dict[Live, None] = {}
@@ -134,10 +135,11 @@ class Sessions:
     # ---- the writing thread ----
 
     def _write_loop(self) -> None:
+        give_way()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._live)
-                self._changed.wait_for(lambda: self._closing or any(live.urgent for live in self._live), self._lag_s)
+                self._changed.wait_for(lambda: self._closing or any(live.urgent for live in self._live), self.lag_s)
                 lives, closing = list(self._live), self._closing
             try:
                 wrote = self._write(lives)
@@ -154,14 +156,14 @@ class Sessions:
                 return
             if not wrote:  # a service is away: what has ended must not make this a busy loop
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closing, self._lag_s)
+                    self._changed.wait_for(lambda: self._closing, self.lag_s)
 
     def _want_tails(self, lives: list[Live], now: float) -> None:
         """Asks the engine for snapshots, the oldest tails first, as the allowed bytes per second let it."""
         if not self._tail_bytes_s:
             return
         # What was not used is not saved up, but a tail larger than a round's share must come some time.
-        self._allowance = min(self._allowance + self._tail_bytes_s * self._lag_s, max(self._tail_bytes_s, self._tail_bytes))
+        self._allowance = min(self._allowance + self._tail_bytes_s * self.lag_s, max(self._tail_bytes_s, self._tail_bytes))
         for live in sorted(lives, key=lambda live: live.asked):
             news = live.ended is None and live.snapshot is None and live.request.computed > live.covered
             if not news or live in self._wanted:

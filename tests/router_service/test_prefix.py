@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from kv_rigs import BLOCK, PAGE, Rig, tokens, until
@@ -12,6 +13,11 @@ from kv_rigs import BLOCK, PAGE, Rig, tokens, until
 from forefetch.errors import Unavailable
 from forefetch.process import Process
 from forefetch.settings import child_environment
+from router_service.journal import Cursor
+from router_service.live import Live
+
+if TYPE_CHECKING:
+    from router_service.journal import Turn
 
 
 @pytest.fixture(scope="module")
@@ -156,3 +162,27 @@ def test_sessions_are_spread_over_services_and_one_away_costs_its_own_only(
                 sessions.claim(name, 1.0)
     services[1].spawn()
     services[1].wait_ready(30)
+
+
+# Tails of sessions
+
+
+@pytest.mark.parametrize(
+    ("recent", "prefill_s", "copied"), [(0, 0.05, False), (0, 0.5, True), (0, None, True), (8, 0.05, True)]
+)
+def test_a_tail_is_copied_where_computing_it_takes_longer_than_the_log_lags(
+    recent: int, prefill_s: float | None, copied: bool, services: list[Process], make: Callable[..., Rig]
+) -> None:
+    """Or where it is not known, or where without it more than the tail would be computed. The rig's log lags 0.1 s behind."""
+    rig = make([services[0].address], recent=recent)
+    request = rig.admit(tokens(2 * PAGE + 3))
+    rig.loaded(request)
+    rig.compute(request)
+    request.tokens.append(5)
+    assert rig.kv.prefix is not None
+    if prefill_s is not None:
+        rig.kv.prefix.cost.prefill.add(3, prefill_s)  # as many tokens as the tail has without a window
+    live = Live("s", 1, rig.replicas.all[0], request, Cursor(cast("Turn", None), 0))
+    rig.kv.sessions._wanted.append(live)
+    rig.kv.settle()
+    assert (live.snapshot is not None) == copied
