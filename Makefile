@@ -58,6 +58,7 @@ bench: $(STAMP) ## measure; appends to benchmarks/results.csv
 	$(BIN)/python -m benchmarks.decode_throughput
 	$(BIN)/python -m benchmarks.kv_store
 	$(BIN)/python -m benchmarks.kv_prefix
+	$(BIN)/python -m benchmarks.kv_handover
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
