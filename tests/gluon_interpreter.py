@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-_NUMPY = {torch.int8: np.int8, torch.int16: np.int16, torch.int32: np.int32, torch.float16: np.float16, torch.float32: np.float32}
+_NUMPY = {torch.int8: np.int8, torch.int32: np.int32, torch.float16: np.float16, torch.float32: np.float32}
 _NUMPY[torch.bfloat16] = np.int16  # its bits: NumPy has no such type
 
 
@@ -119,9 +119,6 @@ class Shared:
     def load(self, layout: Any) -> Value:
         return Value(self.data.clone())
 
-    def store(self, value: Value) -> None:
-        self.data.copy_(value.data)
-
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.data.narrow(dim, start, length))
 
@@ -150,7 +147,7 @@ class Interpreter:
             "mma_v2": mma,
             "async_copy": self.copies(),
             "fence_async_shared": lambda: None,
-            "warpgroup_mma": lambda a, b, acc, use_acc, is_async: mma(a, Value(b.data), acc),
+            "warpgroup_mma": lambda a, b, acc, is_async: mma(a, Value(b.data), acc),
             "warpgroup_mma_wait": lambda count, deps: deps[0],
             **BY_NAME,
         }
@@ -228,18 +225,12 @@ def _turn_bytes(x: Value) -> Value:
     return Value(x.data.reshape(blocks, 4, 2, 4, 2, 2).permute(0, 3, 4, 1, 5, 2).reshape(blocks, 8, 4, 2, 2))
 
 
-def _turn_pairs(x: Value) -> tuple[Value, Value]:
-    x8 = x.data.contiguous().view(torch.int8).reshape(16, 8, 8, 2).permute(0, 2, 1, 3)  # t6 t5 t4 t3 | head | t2 t1 t0 | part
-    return tuple(Value(x8[..., part].reshape(128, 8).contiguous()) for part in (0, 1))
-
-
 # What `columns.py` does with instructions that move between lanes; programs here run one after the other.
 BY_NAME: dict[str, Any] = {
     "await_others": lambda: None,
     "let_others_start": lambda: None,
     "turn_halves": lambda x: Value(x.data.transpose(-1, -2)),
     "turn_bytes": _turn_bytes,
-    "turn_pairs": _turn_pairs,
     "every_second": lambda x: Value(x.data[::2].expand(8, 4)),
 }
 
@@ -299,7 +290,7 @@ def _reduced(apply: Callable[[Tensor, int], Tensor]) -> Callable[[Value, int], V
 
 FUNCTIONS: dict[str, Any] = {
     "bfloat16": torch.bfloat16,
-    "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64, "float16": torch.float16, "float32": torch.float32,
+    "int8": torch.int8, "int32": torch.int32, "int64": torch.int64, "float16": torch.float16, "float32": torch.float32,
     "constexpr": None, "static_range": range, "SliceLayout": lambda *a: None,
     "arange": lambda low, high, layout=None: Value(torch.arange(low, high, dtype=torch.int32)),
     "full": lambda shape, value, dtype, layout=None: Value(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from forefetch.kernels.attention.gluon.kernel import split_sealed
-from forefetch.kernels.attention.gluon.wide import split_wide
 from forefetch.kernels.attention.sealed import SealedKv, SealedPlan
 from forefetch.kernels.attention.triton import Scratch, merge
 from forefetch.kernels.kv_codec.formats import KvFormat
@@ -48,17 +47,7 @@ def supports(format: KvFormat, group: int, device: torch.device) -> bool:
 def fit(format: KvFormat, group: int) -> Fit:
     """168 registers are the most for 3 programs on each quarter of an SM, 128 for 4. Heads as rows would spill at 128; `fp4`
     and `asym3` need too much shared memory."""
-    if WIDE and wide(format, group):
-        return Fit(REGS, PROGRAMS)
     return Fit(128, 16) if group <= 4 and format.name not in ("fp4", "asym3") else Fit(168, 12)
-
-
-WIDE, LATE, REGS, PROGRAMS = True, False, 128, 4
-
-
-def wide(format: KvFormat, group: int) -> bool:
-    """Whether four warps share a page: see `wide_page.py`."""
-    return group > 4 and format.name in ("e2m0", "asym2")
 
 
 def plan_split(rows: int, kv_heads: int, max_pages: int, processors: int, programs: int) -> Split:
@@ -103,19 +92,17 @@ def decode_sealed(
         processors: int = torch.cuda.get_device_properties(q.device).multi_processor_count
         split = plan_split(rows, kv_heads, plan.page_table.shape[1], processors, fitting.programs)
         scratch, apart = _scratch(rows, heads, split.programs, q.device), split.apart
-    shared = (
+    split_sealed[(scratch.splits, rows * kv_heads)](
+        *(q, kv.pages.view(torch.int32), kv.pages.view(torch.float16), kv.pages),
         *(plan.page_table, plan.sealed, plan.lengths, plan.tail, kv.tail_k, kv.tail_v, kv.sink_k, kv.sink_v),
         *(scratch.partial, scratch.stats, scale * math.log2(math.e)),
         *(_tables(format.name, q.device), apart, ONE, n_pages, kv.tail_k.shape[1]),
         *(plan.page_table.stride(0), q.stride(0), q.stride(1)),
         *(kv_heads, heads // kv_heads, kv.tail_k.shape[2], format),
+        num_warps=1,
+        maxnreg=fitting.registers,
+        launch_pdl=scratch.splits <= SOON,
     )
-    grid, options = (scratch.splits, rows * kv_heads), {"maxnreg": fitting.registers, "launch_pdl": scratch.splits <= SOON}
-    if WIDE and wide(format, heads // kv_heads):
-        split_wide[grid](q, kv.pages.view(torch.int32), kv.pages.view(torch.float16), *shared, LATE, num_warps=4, **options)
-    else:
-        pages = kv.pages.view(torch.int32), kv.pages.view(torch.float16), kv.pages
-        split_sealed[grid](q, *pages, *shared, num_warps=1, **options)
     merge(scratch, out, soon=True)
     return out
 

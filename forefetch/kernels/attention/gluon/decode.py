@@ -125,16 +125,6 @@ def decode(buffer, thirds, chunk: gl.constexpr, table, one, PLANE: gl.constexpr)
 
 
 @gluon.jit
-def decode_words(words, table, one, LAYOUT: gl.constexpr):
-    """All words of K or V [1024] in registers -> int8 [128 rows, 128 summed]; LAYOUT: of [1024, 16]. `table` as `words`."""
-    ones = gl.full([1024, 16], one, gl.int32, LAYOUT)
-    operands = [_repeated(words, 1024, LAYOUT), _repeated(table, 1024, LAYOUT), ones]
-    levels = gl.inline_asm_elementwise(_DECODE, _DECODE_PINS, operands, dtype=gl.int8, is_pure=True, pack=16)
-    levels = gl.reshape(levels, (8, 8, 4, 2, 2, 4, 4))  # as `levels_to_k8`, with all tiles
-    return gl.reshape(gl.permute(levels, (0, 3, 1, 4, 5, 2, 6)), (128, 128))
-
-
-@gluon.jit
 def load_table(levels):
     """int32 [32] in memory -> one in each lane. Of a value that is known to be the same in all lanes, two tables would live in
     uniform registers, which `prmt` cannot read: they would be copied before each."""
