@@ -146,8 +146,10 @@ class KvFormat:
 
     def parameters(self) -> str:
         """Canonical text of everything that the bytes depend on besides name, page and geometry; part of content keys. `recent`
-        is among it: deeper layers' keys and values follow from what shallower ones attended to."""
-        return f"codec=2 outliers={self.outliers} thirds={self.thirds} sinks={self.sinks} recent={self.recent}"
+        is among it: deeper layers' keys and values follow from what shallower ones attended to. The codec counts how often what
+        sealing makes of equal values has changed."""
+        codec = 3 if self.name == "fp4" else 2
+        return f"codec={codec} outliers={self.outliers} thirds={self.thirds} sinks={self.sinks} recent={self.recent}"
 
 
 @lru_cache

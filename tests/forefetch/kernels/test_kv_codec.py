@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from forefetch.kernels.kv_codec import KvFormat, open_pages, orders, seal
+from forefetch.kernels.kv_codec import KvFormat, fit, open_pages, orders, seal
 from forefetch.kernels.kv_codec.formats import ALIGN, SATURATION
 
 THIRDS = {"mixed": 16}
 FORMATS = ("e2m0", "asym2", "mixed", "asym3", "fp4")
 # Signal to quantisation noise of a Gaussian at 128 values a group: Lloyd-Max reaches 9.3 dB with 2 bits and 14.6 with 3. A
-# scale with slope 1 costs 0.3 of it, levels that span the range 1 to 1.5. fp4 with a scale per 32 was seen at 20.6. A tenth of
+# scale with slope 1 costs 0.3 of it, levels that span the range 1 to 1.5. fp4 with a scale per 32 was seen at 20.8. A tenth of
 # a decibel is what 6 pages of 16,384 values leave to chance; half a one is a defect.
-DECIBEL = {"e2m0": 8.8, "asym2": 8.8, "asym3": 12.5, "fp4": 20.0}
+DECIBEL = {"e2m0": 8.8, "asym2": 8.8, "asym3": 12.5, "fp4": 20.3}
 
 
 def make(name: str, head_dim: int = 128, **options: int) -> KvFormat:
@@ -105,6 +105,14 @@ def test_what_comes_back_is_as_close_as_the_format_allows(name: str, head_dim: i
     assert decibel(k, opened_k, 1) > bound  # the outlier channel is exact, so keys may be far better
     assert decibel(v, opened_v, 2) > bound
     assert torch.equal(opened_k[:, :, 3], k[:, :, 3].half().float())
+
+
+def test_scales_of_fp4_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale that puts the largest value on the last level leaves 1 dB more error than the best of its neighbours."""
+    values = torch.randn(6, 128, 128, generator=torch.Generator().manual_seed(1))
+    searched = fit.fit_fp4(values, torch.ones(128)).error.sum()
+    monkeypatch.setattr(fit, "NEARBY", (0, 1))
+    assert fit.fit_fp4(values, torch.ones(128)).error.sum() > 1.2 * searched
 
 
 @pytest.mark.parametrize("name", FORMATS)
