@@ -23,7 +23,7 @@ from expert_worker.slots import Slots, uses_of
 from expert_worker.visit import Visit
 from forefetch.errors import BadRequest, ForefetchError, Moved
 from forefetch.hints import ExpertHint
-from forefetch.kernels.grouped_mlp import Evaluator, Pairs, evaluation, takes_bfloat16
+from forefetch.kernels.grouped_mlp import Evaluator, Pairs, evaluation, takes_bfloat16, whole_calls
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat
 from forefetch.pairs import sort_pairs
 from forefetch.spec import ModelSpec
@@ -89,6 +89,8 @@ class Experts:
         self.checks_copies = storage.check_copies
         self.pool = self._pool(count, spec, storage, self._slot_dtype(spec, checkpoint, storage, dtype))
         self.pool.prepare(dtype)
+        stays = not storage.places and count == total
+        self._whole = whole_calls(self.pool.weights, dtype) if stays else None
         self.host: Host | None = None
         self.residency: Residency | None = None
         self.shelf: Shelf | None = None
@@ -176,7 +178,6 @@ class Experts:
         """Bytes of weights in slots and in host memory."""
         return self.pool.memory.nbytes + (self.host.blobs.nbytes if self.host else 0)
 
-    @torch.inference_mode()
     def forward(self, call: LayerCall, out: Tensor, source: str = "") -> tuple[int, Verified]:
         """Fills out [N, H], which may lie on the host while the experts do not. Returns ns spent waiting for copies into slots,
         and how the experts that it needed were found. source: which router's steps it counts in.
@@ -187,6 +188,15 @@ class Experts:
         layer = self.layers.get(call.layer)
         if layer is None:
             raise BadRequest("layer", f"layer {call.layer} has no routed experts")
+        if self._whole is not None:
+            pairs = call.pair_row, call.pair_expert, call.pair_weight
+            found = self._whole.answer(call.x, pairs, self._number[layer], self.load, out)
+            if found >= 0:
+                return 0, Verified(resident=found)
+        return self._in_parts(call, layer, out, source)  # which also says what is wrong with a call
+
+    @torch.inference_mode()
+    def _in_parts(self, call: LayerCall, layer: int, out: Tensor, source: str) -> tuple[int, Verified]:
         pairs = self._sort(call, layer)
         self.load[pairs.experts] += np.array(pairs.counts, dtype=np.int64)
         return self._evaluate(call, layer, pairs, out, source)

@@ -125,6 +125,25 @@ def broken(slot: int, number: int) -> Callable[[], None]:
     raise OSError("copy failed")
 
 
+def test_a_call_at_once_has_the_bits_and_counts_of_one_in_parts(checkpoint: Folder) -> None:
+    folder = checkpoint("qwen3")
+    spec, held = ModelSpec.load(folder), (1, 2, 5)
+    at_once, in_parts = experts_of(folder, held), experts_of(folder, held)
+    assert at_once._whole is not None
+    in_parts._whole = None
+    for seed, layer in enumerate(spec.moe_layers * 3):
+        call = a_call(spec, held, layer, 7, seed)
+        order = np.random.default_rng(seed).permutation(call.pair_row.size)[: 7 * seed]  # none at first, later in disorder
+        some = (call.pair_row[order] // 2 * 2, call.pair_expert[order], call.pair_weight[order])  # no pairs for odd rows
+        call = LayerCall(seed, layer, call.x, *some)
+        outs = forward(at_once, call), forward(in_parts, call)
+        assert torch.equal(*outs)
+        assert not outs[0][1::2].any()
+        needed = at_once.forward(call, torch.empty_like(call.x))[1].resident
+        assert needed == len(np.unique(call.pair_expert)) == in_parts.forward(call, torch.empty_like(call.x))[1].resident
+        assert at_once.load.tolist() == in_parts.load.tolist()
+
+
 def test_what_makes_no_sense_is_refused_by_name(checkpoint: Folder) -> None:
     folder = checkpoint("qwen3")
     spec = ModelSpec.load(folder)

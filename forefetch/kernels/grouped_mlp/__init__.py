@@ -1,14 +1,15 @@
 """Routed experts' MLP over (row, expert) pairs: out[row] = sum over the row's pairs of weight * w2 @ (silu(gate) * up).
 
 `ref.py` is the definition, a float32 loop over pairs; `grouped.py` computes it expert by expert, `cpu.py` in one loop for
-CPUs. `forefetch.pairs` sorts a
-call's pairs. Letters: N rows, H hidden, P pairs, I expert width, S slots. One expert may be named twice for a row: both count.
+CPUs. `forefetch.pairs` sorts a call's pairs, but on a CPU where experts keep their slots: see `whole_calls`.
+
+Letters: N rows, H hidden, P pairs, I expert width, S slots. One expert may be named twice for a row: both count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -17,16 +18,21 @@ from forefetch.kernels import compiled
 from forefetch.kernels.grouped_mlp.grouped import Evaluation, Pairs, SlotWeights
 from forefetch.kernels.grouped_mlp.ref import reference
 
+if TYPE_CHECKING:
+    from forefetch.kernels.grouped_mlp.cpu import WholeCalls
+
 __all__ = [
     "Evaluation",
     "Evaluator",
     "Pairs",
     "SlotWeights",
+    "WholeCalls",
     "evaluation",
     "grouped_mlp",
     "prepare",
     "reference",
     "takes_bfloat16",
+    "whole_calls",
 ]
 
 
@@ -48,6 +54,16 @@ def evaluation(x: Tensor, pairs: Pairs, weights: SlotWeights) -> Evaluator:
         if fits(x, weights):
             return CompiledEvaluation(x, pairs, weights)
     return Evaluation(x, pairs, weights)
+
+
+def whole_calls(weights: SlotWeights, dtype: torch.dtype) -> WholeCalls | None:
+    """What answers calls with rows of `dtype` at once, where experts keep their slots; None if nothing can."""
+    empty = torch.zeros(0, weights.hidden, dtype=dtype, device=weights.w13.device)
+    if not empty.is_cpu or not compiled.available():
+        return None
+    from forefetch.kernels.grouped_mlp.cpu import WholeCalls, fits
+
+    return WholeCalls(weights) if fits(empty, weights) else None
 
 
 def prepare(weights: SlotWeights, dtype: torch.dtype) -> None:

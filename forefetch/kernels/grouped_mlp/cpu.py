@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from forefetch.kernels.compiled.calls import NONSENSE, answer
 from forefetch.kernels.compiled.experts import combine, evaluate
 from forefetch.kernels.compiled.linear import BFLOAT16, FLOAT32
 from forefetch.kernels.compiled.locks import compiling, threads
@@ -67,3 +69,42 @@ class CompiledEvaluation:
         combine(self._result, pairs.place.numpy(), pairs.first.numpy(), pairs.weight.numpy(), sums.numpy())
         if sums is not out:
             out.copy_(sums)
+
+
+class WholeCalls:
+    """Calls whose experts all sit in slots for good, from their pairs to their rows at once: the same bits as one by one."""
+
+    def __init__(self, weights: SlotWeights) -> None:
+        """Compiles what calls will need, or reads it from where it was kept."""
+        w13, w2 = weights.w13, weights.w2
+        size = w13.element_size()
+        strides = np.array((w13.stride(0) * size, w2.data_ptr() - w13.data_ptr()))
+        self._weights = weights  # lie at these addresses
+        self._at = w13.data_ptr(), strides, KINDS[w13.dtype], weights.width
+        row, weight = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        nothing = torch.zeros(0, weights.hidden)
+        with compiling():
+            self.answer(nothing, (row, row, weight), np.full(2, -1, np.int32), np.zeros(0, np.int64), nothing)
+
+    def answer(
+        self,
+        x: Tensor,
+        pairs: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.float32]],
+        number: npt.NDArray[np.int32],
+        load: npt.NDArray[np.int64],
+        out: Tensor,
+    ) -> int:
+        """See `compiled.calls.answer`: how many experts were needed; negative, and nothing was done, if that is not for it."""
+        if (
+            out.dtype != torch.float32
+            or x.dtype != torch.float32
+            or not (out.is_cpu and out.is_contiguous() and x.is_contiguous())
+        ):
+            return NONSENSE
+        rows, sums = x.numpy(), out.numpy()
+        if rows.shape[1] != self._weights.hidden or sums.shape != rows.shape:
+            return NONSENSE
+        row, expert, weight = map(np.ascontiguousarray, pairs)
+        with threads() as count:
+            found: int = answer(rows, row, expert, weight, number, load, *self._at, count, sums)
+        return found
