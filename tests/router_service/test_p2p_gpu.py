@@ -210,10 +210,9 @@ def test_two_shares_of_a_layer_are_the_whole_but_for_rounding(bench: Bench) -> N
 
 
 def test_experts_apart_are_one_gpus(bench: Bench) -> None:
-    """In one part and in halves, each of which is a step of its own; a few rows, whose choice one GPU's kernel for so few makes
-    itself, as one lane here."""
-    plain, few = bench.here(BATCH), bench.here(FEW, bench.lanes_of("apart"))
-    for rows, expected in ((BATCH, plain), (FEW, few)):
+    """A whole batch, and a few rows, whose choice one GPU's kernel for so few makes itself."""
+    for rows in (BATCH, FEW):
+        expected = bench.here(rows)
         model, buffers = bench.over("apart", rows)
         same(bench.step(model, buffers, rows), expected, f"{rows} rows in one part")
         model.close()

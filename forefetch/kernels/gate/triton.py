@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 LOWEST = tl.constexpr(-0x80000000)
+UNIT = tl.constexpr(float(1 << 40))
 
 
 def choose_into(
@@ -78,5 +79,14 @@ def top_k(logits, E: tl.constexpr, K: tl.constexpr, EP: tl.constexpr, RENORMALIS
     chosen = place < K
     power = tl.exp(value - tl.max(value, 0))
     power = tl.where(expert < E, power, 0.0)
-    total = tl.sum(tl.where(chosen, power, 0.0), 0) if RENORMALISE else tl.sum(power, 0)
+    total = total_of(tl.where(chosen, power, 0.0) if RENORMALISE else power)
     return chosen, place, power / total
+
+
+@triton.jit
+def total_of(power):
+    """The sum of powers in [0, 1], the same bits in every kernel: as integers, whose sum does not depend on who adds what first.
+
+    A float sum follows the layout that a compiler gave the row, which differs from kernel to kernel, and a weight that differs
+    in its last bit makes other tokens sooner or later. 2^-40 is far below float32's last bit of a sum that is 1 or more."""
+    return tl.sum((power * UNIT).to(tl.int64), 0).to(tl.float32) * (1.0 / UNIT)

@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from forefetch.kernels.gate.triton import UNIT
 from forefetch.kernels.grouped_mlp import mma
 
 _WAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0, $1;")
@@ -242,6 +243,7 @@ def _note(
             value = gl.load(logits + gl.minimum(expert, E - 1)).to(gl.float32)
             power = gl.exp(value - gl.max(gl.where(expert < E, value, float("-inf")), 0))
             counted = keys >= _ranked(keys, K - 1, K) if RENORMALISE else expert < E
-            total = gl.sum(gl.where(counted, power, 0.0), 0)
+            parts = (gl.where(counted, power, 0.0) * UNIT).to(gl.int64)  # as in `gate.triton.total_of`
+            total = gl.sum(parts, 0).to(gl.float32) * (1.0 / UNIT)
             gl.store(ids + pair, 1023 - (mine & 1023))
             gl.store(weights + pair, gl.sum(gl.where(keys == mine, power, 0.0), 0) / total)

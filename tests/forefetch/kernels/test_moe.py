@@ -188,6 +188,19 @@ def test_choice_is_exact_with_ties_to_the_lower_index() -> None:
         assert torch.allclose(weights.cpu()[finite], logits[finite].gather(1, order[finite]).softmax(1), rtol=1e-5)
 
 
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_weights_are_the_same_bits_whoever_is_added_first(renormalise: bool) -> None:
+    """A kernel's layout decides the order in which a row is added up, so experts in another order must not change a bit."""
+    logits = torch.randn(16, 100, generator=torch.Generator().manual_seed(7))
+    ids = torch.zeros(16, 8, dtype=torch.int64, device=DEVICE)
+    weights, others = torch.zeros(16, 8, device=DEVICE), torch.zeros(16, 8, device=DEVICE)
+    choose_into(logits.to(DEVICE), ids, weights, "softmax_topk", renormalise)
+    for seed in range(4):
+        order = torch.randperm(100, generator=torch.Generator().manual_seed(seed))
+        choose_into(logits[:, order].contiguous().to(DEVICE), ids, others, "softmax_topk", renormalise)
+        assert torch.equal(others, weights)
+
+
 gpu = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")]
 FRAGMENT = [
     pytest.param(ExpertFormat(kind, group, "fragment"), marks=gpu)  # type: ignore[arg-type]
@@ -259,6 +272,9 @@ def test_fragment_order_from_logits(form: ExpertFormat, tokens: int) -> None:
         assert torch.equal(scratch.ids[: 4 * tokens].view(tokens, 4).long(), order)
         weights = scratch.weights[: 4 * tokens].view(tokens, 4).clone()
         assert torch.allclose(weights, logits.float().softmax(1).gather(1, order), rtol=1e-5)
+        apart = torch.empty_like(weights)
+        choose_into(logits, torch.empty_like(order), apart, "softmax_topk", False)
+        assert torch.equal(weights, apart), "whoever makes the choice: experts in slots and lanes have kernels of their own for it"
         assert torch.equal(Call(call.x, order, weights).run(pool), out)
         sums, weight = out.to(BF16), torch.rand(256, dtype=BF16, device=DEVICE)
         pairs = unsummed_from_logits(call.x, logits, "softmax_topk", False, pool.pool, pool.slot_of, scratch)
