@@ -85,7 +85,7 @@ def top_k(logits, E: tl.constexpr, K: tl.constexpr, EP: tl.constexpr, RENORMALIS
 
 @triton.jit
 def total_of(power):
-    """The sum of powers in [0, 1], the same bits in every kernel: as integers, whose sum does not depend on who adds what first.
+    """The sum of powers in [0, 1], the same bits in every kernel: as integers, whose sum does not depend on the order.
 
     A float sum follows the layout that a compiler gave the row, which differs from kernel to kernel, and a weight that differs
     in its last bit makes other tokens sooner or later. 2^-40 is far below float32's last bit of a sum that is 1 or more."""

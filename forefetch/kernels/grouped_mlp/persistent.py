@@ -105,18 +105,8 @@ def _phase(
                     async_copy.wait_group(D - 2)
                     current = ring[0].index(at).load(gl.SliceLayout(1, WORDS))
                     scale = ring[1].index(at).load(SCALES).to(gl.float32)
-                    ahead = step + D - 1
-                    inside = ahead < STEPS
-                    if inside | (following < items):
-                        _fetch(
-                            ring,
-                            gl.where(at == 0, D - 1, at - 1),
-                            gl.where(inside, at_words + ahead * (BITS // 4), next_words + (ahead - STEPS) * (BITS // 4)),
-                            gl.where(
-                                inside, at_scales + ahead * (128 // GROUP), next_scales + (ahead - STEPS) * (128 // GROUP)
-                            ),
-                        )
-                    async_copy.commit_group()
+                    _fetch_ahead(ring, at, step + D - 1, (at_words, at_scales), (next_words, next_scales), following < items,
+                                 STEPS, D, GROUP, BITS)  # fmt: skip
                     from_rows = rows + (step + 1)
                     if inner == UNROLL - 1:
                         leaving = (step == STEPS - 1) & (following < end)
@@ -167,6 +157,21 @@ def _weights(item, gates, slot, stride, H: gl.constexpr, W: gl.constexpr, GROUP:
 @gluon.jit
 def _fetch(ring, at, at_words, at_scales):
     mma.fetch(ring[0], ring[1], at, ring[2] + at_words * 512, ring[3] + at_scales * 32)
+
+
+@gluon.jit
+def _fetch_ahead(
+    ring, at, ahead, own, following, more, STEPS: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr
+):
+    """Starts the copies of step `ahead` of an item whose weights are at `own`, or, behind its end, of the `following` one, if
+    there is one more; into the place that was read last. A group of copies in any case, so that waits can count them."""
+    inside = ahead < STEPS
+    if inside | more:
+        place = gl.where(at == 0, D - 1, at - 1)
+        words = gl.where(inside, own[0] + ahead * (BITS // 4), following[0] + (ahead - STEPS) * (BITS // 4))
+        scales = gl.where(inside, own[1] + ahead * (128 // GROUP), following[1] + (ahead - STEPS) * (128 // GROUP))
+        _fetch(ring, place, words, scales)
+    async_copy.commit_group()
 
 
 @gluon.jit

@@ -274,7 +274,7 @@ def test_fragment_order_from_logits(form: ExpertFormat, tokens: int) -> None:
         assert torch.allclose(weights, logits.float().softmax(1).gather(1, order), rtol=1e-5)
         apart = torch.empty_like(weights)
         choose_into(logits, torch.empty_like(order), apart, "softmax_topk", False)
-        assert torch.equal(weights, apart), "whoever makes the choice: experts in slots and lanes have kernels of their own for it"
+        assert torch.equal(weights, apart), "slots and lanes have other kernels for the choice"
         assert torch.equal(Call(call.x, order, weights).run(pool), out)
         sums, weight = out.to(BF16), torch.rand(256, dtype=BF16, device=DEVICE)
         pairs = unsummed_from_logits(call.x, logits, "softmax_topk", False, pool.pool, pool.slot_of, scratch)
