@@ -46,6 +46,7 @@ class Hardware:
     layer_us: float  # fixed time per layer
     link_us: Mapping[str, float] = field(default_factory=dict)  # a MoE layer's round trip to the workers
     dtype: str = ""  # what the trunk is kept in; "": as stored
+    gflops: float = 0.0  # multiplications and additions a second, times 1e-9, that reading does not hide; 0: it hides all
 
     def __post_init__(self) -> None:
         for name in ("memory_gib", "hbm_gbs", "pcie_gbs"):
@@ -69,14 +70,15 @@ HARDWARE = {
     "cpu": Hardware(
         "cpu",
         "two cores of a Xeon with AVX-512, compiled steps: bandwidth and time per layer fitted to benchmarks/results.csv, "
-        "reference model, one process, about 80 tokens of context, weights counted as float32; links: what two workers on the "
-        "same two cores added to a layer of a decode step there",
+        "both models, one process, about 80 tokens of context, weights counted as float32; arithmetic as measured (125 GFLOP/s "
+        "a core); links: what two workers on the same two cores added to a layer of a decode step there",
         memory_gib=24.0,
-        hbm_gbs=11.5,
-        pcie_gbs=11.5,
-        layer_us=10.0,
-        link_us={"local": 0.0, "shm": 1200.0, "grpc": 2200.0},
+        hbm_gbs=16.0,
+        pcie_gbs=16.0,
+        layer_us=50.0,
+        link_us={"local": 0.0, "shm": 850.0, "grpc": 1900.0},
         dtype="float32",
+        gflops=250.0,
     ),
 }
 
@@ -135,6 +137,7 @@ class Sizes:
     expert: float
     experts: int  # routed experts of all layers
     kv_stream: float  # K and V of one stream at full context
+    weights: float  # how many weights a token is multiplied with
 
 
 def sizes(spec: ModelSpec, wanted: Wanted, dtype: str = "") -> Sizes:
@@ -146,11 +149,14 @@ def sizes(spec: ModelSpec, wanted: Wanted, dtype: str = "") -> Sizes:
     attention = 2 * hidden * (spec.heads + spec.kv_heads) * spec.head_dim
     shared, dense = moe * 3 * hidden * spec.shared_width, (spec.layers - moe) * 3 * hidden * spec.dense_width
     head = spec.vocab_size * hidden
-    step = (spec.layers * attention + shared + dense + head) * matrix
-    step += (spec.layers * 2 * hidden + moe * hidden * spec.num_experts) * element
+    matrices = spec.layers * attention + shared + dense + head
+    gates = moe * hidden * spec.num_experts
+    step = matrices * matrix + (spec.layers * 2 * hidden + gates) * element
     trunk = step if spec.tied_embeddings and not rounded else step + head * element
-    expert = 3 * hidden * spec.expert_width * EXPERT_BYTES[wanted.expert_format]
-    return Sizes(trunk, step, expert, moe * spec.num_experts, kv_bytes(spec, wanted.kv_format, wanted.context))
+    expert = 3 * hidden * spec.expert_width
+    weights = matrices + gates + moe * spec.top_k * expert
+    kv = kv_bytes(spec, wanted.kv_format, wanted.context)
+    return Sizes(trunk, step, expert * EXPERT_BYTES[wanted.expert_format], moe * spec.num_experts, kv, weights)
 
 
 def kv_bytes(spec: ModelSpec, name: str, context: int) -> float:
@@ -256,6 +262,7 @@ def speed(spec: ModelSpec, wanted: Wanted, hardware: Hardware, placed: Fit) -> S
         "trunk weights": size.step / per_ms,
         "KV": wanted.batch * size.kv_stream / per_ms,
         "expert weights": distinct * size.expert / placed.shares / per_ms,
+        "arithmetic": 2e-6 * wanted.batch * size.weights / hardware.gflops if hardware.gflops else 0.0,
         "layers": spec.layers * hardware.layer_us / 1e3,
         "link": moe * hardware.link_us[wanted.link] / 1e3,
     }
