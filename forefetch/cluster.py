@@ -81,7 +81,9 @@ class Cluster:
         on_line(name, line): a line that a service logged. on_loading(name, done, total): how far it has come; (name, 0, 0)
         when it starts and (name, 1, 1) when it is ready."""
         config.validate()
-        cluster = cls(config.resolved(), extra or Extra(), on_line, on_loading)
+        config = config.resolved()
+        config.check_model()
+        cluster = cls(config, extra or Extra(), on_line, on_loading)
         try:
             cluster._start()
         except BaseException:

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from forefetch.errors import ConfigError
+from forefetch.families import read_spec
 from forefetch.settings import Config, setting
+from forefetch.shapes import PREFIX, synthetic_config
+from forefetch.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class ClusterConfig(Config):
         super().validate()
         if not self.model:
             raise ConfigError("--model: name the folder of a checkpoint")
-        if not self.model.startswith("synthetic:") and not (Path(self.model) / "config.json").is_file():
+        if not self.model.startswith(PREFIX) and not (Path(self.model) / "config.json").is_file():
             raise ConfigError(f"--model: {self.model} holds no config.json")
         if self.workers < 1:
             raise ConfigError("--workers: at least 1")
@@ -172,6 +175,18 @@ class ClusterConfig(Config):
     def shards(self) -> int:
         """Parts that the experts are cut into."""
         return self.workers + self.spread
+
+    def check_model(self) -> None:
+        """Reads config.json before anything is started for it: services would say the same, each after its own start.
+
+        Raises UnsupportedModel, and ConfigError for more parts than the model has experts."""
+        synthetic = self.model.startswith(PREFIX)
+        spec = read_spec(synthetic_config(self.model), {}, self.model) if synthetic else ModelSpec.load(Path(self.model))
+        most = spec.num_experts - self.spread
+        if self.link != "local" and self.workers > most and not self.placement:
+            raise ConfigError(
+                f"--workers: at most {most}, got {self.workers}: {spec.num_experts} experts, one for each at least"
+            )
 
     def device_of(self, place: int) -> str:
         """The device of the router (0) or of worker place - 1, as processes number what `visible` leaves them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from forefetch.cluster import MALLOC, Cluster, ClusterConfig, Extra
 from forefetch.errors import ConfigError, Unavailable
 from forefetch.process import Process
+from forefetch.shapes import synthetic_config
 
 # Prints the ready line and waits. Flags bend it: --fake=deaf ignores SIGTERM, --fake=mute never gets ready, --fake=broken ends.
 STAND_IN = """
@@ -49,7 +51,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("router_service", "expert_worker", "kv_service"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__main__.py").write_text(textwrap.dedent(STAND_IN))
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps(synthetic_config("synthetic:olmoe-1b-7b")))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return tmp_path
 
@@ -255,6 +257,9 @@ def test_process_reports_lines_as_they_come(stand_ins: Path) -> None:
         ({"model": ""}, "--model: name the folder"),
         ({"model": "/nowhere"}, "holds no config.json"),
         ({"workers": 0}, "--workers: at least 1"),
+        ({"workers": 65}, "--workers: at most 64, got 65"),
+        ({"workers": 64, "spread": True}, "--workers: at most 63, got 64"),
+        ({"model": "synthetic:olmoe-1b-7b,experts=8", "workers": 9}, "--workers: at most 8, got 9"),
         ({"port": 70000}, "--port: must be within 0 and 65535"),
         ({"link": "carrier-pigeon"}, "--link: must be one of auto, local, shm, grpc"),
     ],

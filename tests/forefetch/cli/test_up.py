@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from forefetch.shapes import synthetic_config
 
 STAND_IN = """
     import json, os, socket, sys, time
@@ -31,7 +34,7 @@ def stand_ins(tmp_path: Path) -> Path:
     for name in ("router_service", "expert_worker", "kv_service"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__main__.py").write_text(textwrap.dedent(STAND_IN))
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps(synthetic_config("synthetic:olmoe-1b-7b")))
     return tmp_path
 
 
