@@ -43,7 +43,8 @@ class ClusterConfig(Config):
         "",
         """GPUs of this node by number, as 0,1: the router computes on the first, each of the others has a worker, each holds a
         part of the experts (see --apart), and recorded steps cross between their memories (link p2p) where GPUs reach one
-        another's. Instead of --workers and --device.""",
+        another's. Instead of --workers and --device. 0,0 puts both on one GPU, where they take turns of milliseconds: to see
+        that it works, never to be fast.""",
         form="N,N,...",
     )
     spread: bool = setting(
@@ -152,11 +153,16 @@ class ClusterConfig(Config):
 
     @property
     def gpu_numbers(self) -> tuple[int, ...]:
-        """Those of --gpus. ConfigError unless they are at least two, all different."""
+        """Those of --gpus, by process, the router's first. ConfigError unless they are at least two."""
         parts = [part.strip() for part in self.gpus.split(",") if part.strip()]
-        if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts) or len(parts) == 1:
-            raise ConfigError("--gpus: must be two or more different numbers like 0,1")
+        if not all(part.isdecimal() for part in parts) or len(parts) == 1:
+            raise ConfigError("--gpus: must be two or more numbers like 0,1")
         return tuple(map(int, parts))
+
+    @property
+    def _distinct(self) -> tuple[int, ...]:
+        """GPUs of --gpus, each once, in the order of their first processes."""
+        return tuple(dict.fromkeys(self.gpu_numbers))
 
     def resolved(self) -> ClusterConfig:
         """With --gpus spelled out: how many workers there are, over which link, and whether the router holds experts."""
@@ -190,7 +196,7 @@ class ClusterConfig(Config):
 
     def device_of(self, place: int) -> str:
         """The device of the router (0) or of worker place - 1, as processes number what `visible` leaves them."""
-        return f"cuda:{place}" if self.gpus else self.device
+        return f"cuda:{self._distinct.index(self.gpu_numbers[place])}" if self.gpus else self.device
 
     def visible(self, already: str | None) -> dict[str, str]:
         """What makes a process see the GPUs of --gpus in their order, so that the router's is its first. already: this
@@ -200,4 +206,4 @@ class ClusterConfig(Config):
         names = already.split(",") if already else None
         if names is not None and max(self.gpu_numbers) >= len(names):
             raise ConfigError(f"--gpus {self.gpus}: {len(names)} are visible to this process")
-        return {"CUDA_VISIBLE_DEVICES": ",".join(names[n] if names else str(n) for n in self.gpu_numbers)}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(names[n] if names else str(n) for n in self._distinct)}

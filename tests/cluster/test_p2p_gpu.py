@@ -1,4 +1,5 @@
-"""Lanes between GPUs: a router and workers on GPUs of their own. Run with `pytest -m multigpu`."""
+"""Lanes between GPUs: a router and workers on GPUs of their own. Run with `pytest -m multigpu`, or `-m gpu`: on one GPU the
+processes take turns of some milliseconds, which changes no token."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ from forefetch.cluster import Cluster, ClusterConfig, Extra
 
 pytestmark = [
     pytest.mark.multigpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+GPUS = "0,1" if torch.cuda.device_count() > 1 else "0,0"
 # Sizes that the kernels take, which the oracle's models have not; so one GPU's answers are the ones to equal.
 MODEL = "synthetic:qwen3-30b-a3b,layers=3,experts=16,hidden_size=128,moe_intermediate_size=64,vocab_size=500"
 PROMPT = list(range(3, 40))
-LONG = 400
+LONG = 400 if GPUS == "0,1" else 300  # past two pages of 128 and their seals
 FLOAT32 = ("--dtype=float32",)
 SEALED = ("--kv-format=e2m0", "--page-size=128", "--kv-memory-mb=64")  # pages are sealed while streams run
 FLAGS = (*SMALL, *SEALED, *FLOAT32, "--worker-grace-s=60", "--p2p-halves-from=4", "--batch-buckets=1,2,4", "--max-batch=4")
@@ -33,7 +36,7 @@ def cluster_of(**changes: Any) -> Cluster:
     return Cluster.start(config, extra=Extra(router=FLAGS, worker=FLOAT32))
 
 
-WAYS = {"one GPU": {"link": "local", "device": "cuda:0"}, "apart": {"gpus": "0,1", "apart": True}, "spread": {"gpus": "0,1"}}
+WAYS = {"one GPU": {"link": "local", "device": "cuda:0"}, "apart": {"gpus": GPUS, "apart": True}, "spread": {"gpus": GPUS}}
 
 
 @pytest.fixture(scope="module")

@@ -288,6 +288,12 @@ def test_gpus_by_number_make_workers_on_their_own(config: ClusterConfig) -> None
         cluster.config.visible("0,1")
 
 
+def test_processes_may_share_a_gpu(config: ClusterConfig) -> None:
+    shared = replace(config, gpus="3,1,3")
+    assert [shared.device_of(place) for place in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert shared.visible(None) == {"CUDA_VISIBLE_DEVICES": "3,1"}
+
+
 def test_the_routers_gpu_may_hold_no_experts(config: ClusterConfig) -> None:
     with Cluster.start(ClusterConfig(model=config.model, port=0, kv=False, gpus="0,1", apart=True)) as cluster:
         assert "--shard=0 --shards=1" in loading_line(cluster.processes["worker-0"])
@@ -319,7 +325,7 @@ def test_planned_workers_hold_nothing_at_first_and_the_router_plans(config: Clus
 
 @pytest.mark.parametrize(
     "changes",
-    [{"gpus": "0"}, {"gpus": "0,0"}, {"gpus": "0,x"}, {"gpus": "0,1", "device": "cuda"}, {"gpus": "0,1", "link": "local"}],
+    [{"gpus": "0"}, {"gpus": "0,x"}, {"gpus": "0,1", "device": "cuda"}, {"gpus": "0,1", "link": "local"}],
 )
 def test_gpus_that_make_no_sense_are_refused(changes: dict[str, str], config: ClusterConfig) -> None:
     with pytest.raises(ConfigError, match="--gpus"):
