@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from expert_worker.core import Core
-from expert_worker.p2p import MEETING_S, Following
+from expert_worker.p2p_following import MEETING_S, Following
 from expert_worker.packed import PackedExperts
 from forefetch.errors import LinkDown
 from forefetch.kernels.hop import triton as hop
