@@ -45,6 +45,7 @@ class HostFollowing(Following):
         self._number = self._steps = 0
 
     def step(self, step: Step) -> None:
+        """Answers its calls, each once its rows are there."""
         self._steps += 1
         for place in range(len(self.layers)):
             for first, count in step.cuts():
@@ -62,6 +63,7 @@ class HostFollowing(Following):
             port.results[rows] = 0
 
     def leave(self) -> None:
+        """Also ends waits for rows."""
         self._port.abort("the router has gone")
         super().leave()
 

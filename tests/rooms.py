@@ -99,7 +99,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("disk", "vault", "session_log", "session_rows", "operators"),
         *("kv", "handover", "lane", "replicas", "prefix", "naming", "sessions", "live", "rows"),
         *("host", "pool", "convert", "residency", "visit", "copying"),
-        *("evaluator", "p2p", "p2p_device", "p2p_decoder", "loading", "placer", "discovery"),
+        *("evaluator", "p2p", "p2p_following", "p2p_device", "p2p_decoder", "loading", "placer", "discovery"),
         *("kubernetes_api", "reconciler", "placing"),
     ),
     "config": ("config", "discovery_config", "cache_config"),
