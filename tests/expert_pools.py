@@ -47,18 +47,18 @@ class Call:
 
 
 def make_experts(experts: int, hidden: int, width: int, format: ExpertFormat, spare: int = 3) -> Experts:
-    draw = torch.Generator().manual_seed(experts * 7 + hidden + width)
+    draw = torch.Generator(DEVICE).manual_seed(experts * 7 + hidden + width)
     size = blob_bytes(hidden, width, format)
-    slots = torch.randperm(experts + spare, generator=draw)[:experts]
-    pool = torch.full((experts + spare + 1, size + 2048), 0xFF, dtype=torch.uint8)[1:]
+    slots = torch.randperm(experts + spare, generator=draw, device=DEVICE)[:experts]
+    pool = torch.full((experts + spare + 1, size + 2048), 0xFF, dtype=torch.uint8, device=DEVICE)[1:]
     means = []
-    for slot in slots.tolist():
-        w13 = torch.randn(2 * width, hidden, generator=draw) * hidden**-0.5
-        w2 = torch.randn(hidden, width, generator=draw) * width**-0.5
+    for slot in slots.tolist():  # packed where there is a GPU on it: test processes that share a CPU take a minute for a pool
+        w13 = torch.randn(2 * width, hidden, generator=draw, device=DEVICE) * hidden**-0.5
+        w2 = torch.randn(hidden, width, generator=draw, device=DEVICE) * width**-0.5
         pool[slot, :size] = pack(w13, w2, format)
         means.append(unpack(pool[slot], hidden, width, format, torch.float64))
-    w13s, w2s = (torch.stack(each).to(DEVICE) for each in zip(*means, strict=True))
-    return Experts(format, hidden, width, pool.to(DEVICE), slots.int().to(DEVICE), w13s, w2s)
+    w13s, w2s = (torch.stack(each) for each in zip(*means, strict=True))
+    return Experts(format, hidden, width, pool, slots.int(), w13s, w2s)
 
 
 def make_call(tokens: int, top_k: int, experts: Experts, dtype: torch.dtype, skew: float = 0.0) -> Call:

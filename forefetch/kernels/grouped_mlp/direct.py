@@ -34,16 +34,17 @@ def layouts(warps: int, group: int, bits: int, experts: int) -> dict[str, Any]:
     own = [[32 << bit] for bit in range((padded // 32).bit_length() - 1)]
     return {
         **mma.layouts(warps, group, bits),
+        "COLUMNS": gl.BlockedLayout([1], [32], [warps], [0]),
         "EXPERTS": gl.DistributedLinearLayout(own, [[1], [2], [4], [8], [16]], [[0]] * doublings, [], [padded]),
     }
 
 
-@gluon.jit(do_not_specialize=["stride"])
+@gluon.jit(do_not_specialize=["stride", "out_row"])
 def product(
-    source, ids, weights, logits, slot_of, pool, pool_half, to, live, constants, stride, row_stride,
+    source, ids, weights, logits, slot_of, pool, pool_half, to, out, live, done, constants, stride, row_stride, out_row,
     H: gl.constexpr, W: gl.constexpr, E: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, TYPE: gl.constexpr,
-    TILES: gl.constexpr, CHOOSE: gl.constexpr, RENORMALISE: gl.constexpr, PDL: gl.constexpr, EXPERTS: gl.constexpr,
-    WARPS: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
+    TILES: gl.constexpr, CHOOSE: gl.constexpr, RENORMALISE: gl.constexpr, SUM: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+    EXPERTS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
     WORDS: gl.constexpr, COPY: gl.constexpr, SCALES: gl.constexpr, SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr,
 ):  # fmt: skip
     """GATE: h [P, W] float16 from x [T, H] as int32 (rows `row_stride` words apart, of TYPE). Else y [P, H] from h as int32.
@@ -63,22 +64,24 @@ def product(
     row = pair // K
     if CHOOSE:
         keys = _keys(logits + row * E, E, EXPERTS)
+        slots = gl.load(slot_of + gl.minimum(gl.arange(0, EXPERTS.shape[0], EXPERTS), E - 1))  # of all, beside the logits
     if GATE:
         xs = _inputs(source, row, row_stride, EACH, INPUTS)
     if CHOOSE:
-        mine = _ranked(keys, pair % K, K)
+        mine = _ranked(keys, pair % K) if EARLY else _ranked_static(keys, pair % K, K)
         expert = 1023 - (mine & 1023)
+        slot = gl.max(gl.where(keys == mine, slots, -1), 0)
     else:
         expert = gl.load(ids + pair).to(gl.int32)
         keys, mine = expert, expert
-    slot = gl.load(slot_of + gl.maximum(expert, 0))
+        slot = gl.load(slot_of + gl.maximum(expert, 0))
     note = (live, ids, weights, logits + row * E, pair, keys, mine)
     if (expert >= 0) & (slot >= 0):
         first = block * (TILES * STEPS) + (0 if GATE else W * H // 2048)  # of the tiles' steps in the blob
         ring = _fetched(slot.to(gl.int64) * stride, first, pool, pool_half, STEPS, TILES, H, W, WARPS, GROUP, BITS, COPY,
                         SCALE_COPY)  # fmt: skip
         if GATE:
-            _note(note, block, 1, CHOOSE, E, K, RENORMALISE, EXPERTS)
+            _note(note, block, 1, EARLY, CHOOSE, E, K, RENORMALISE, EXPERTS)
             inputs = xs
         else:
             inputs = _inputs(source, _awaited(pair, PDL), W // 2, EACH, INPUTS)
@@ -89,9 +92,12 @@ def product(
             low, high = _sums(ring, tile, TILES, operands, starts, EACH, WARPS, GROUP, BITS, MMA, A, B, WORDS, SCALES)
             _store(at + tile * (16 if GATE else 32), low, high, GATE, WARPS, BITS)
     elif GATE:
-        _note(note, block, 0, CHOOSE, E, K, RENORMALISE, EXPERTS)
+        _note(note, block, 0, EARLY, CHOOSE, E, K, RENORMALISE, EXPERTS)
     else:  # who waits for this product must find the first one done
         _awaited(pair, PDL)
+    if SUM and not GATE:
+        _sum_last(to, out + row * out_row, weights, live, done + row * BLOCKS + block, row * K, block * (32 * TILES), H, K,
+                  32 * TILES, COLUMNS)  # fmt: skip
 
 
 @gluon.jit
@@ -175,6 +181,23 @@ def _store(at, low, high, GATE: gl.constexpr, WARPS: gl.constexpr, BITS: gl.cons
 
 
 @gluon.jit
+def _sum_last(
+    y, out, weights, live, done, pair, column, H: gl.constexpr, K: gl.constexpr, SIZE: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """Whoever is the last of a token's K programs of these columns adds their rows up, as `routing.combine` does."""
+    gl.thread_barrier()
+    if gl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == K - 1:
+        gl.store(done, 0)
+        at = column + gl.arange(0, SIZE, COLUMNS)
+        total = gl.zeros([SIZE], gl.float32, COLUMNS)
+        for k in gl.static_range(K):
+            held, weight = gl.load(live + pair + k) != 0, gl.load(weights + pair + k)
+            row = gl.load(y + (pair + k) * H + at, cache_modifier=".cg")
+            total += gl.where(held, weight * row, 0.0)
+        gl.store(out + at, total.to(out.dtype.element_ty))
+
+
+@gluon.jit
 def _inputs(source, row, row_words, EACH: gl.constexpr, INPUTS: gl.constexpr):
     """The words of this warp's steps, [8, 64] each with equal rows.
 
@@ -218,8 +241,17 @@ def _keys(logits, E: gl.constexpr, EXPERTS: gl.constexpr):
 
 
 @gluon.jit
-def _ranked(keys, rank, K: gl.constexpr):
-    """The `rank`-th largest key."""
+def _ranked(keys, rank):
+    """The key that `rank` others exceed."""
+    best = gl.max(keys, 0)
+    for _ in range(rank):
+        keys = gl.where(keys == best, _LOWEST, keys)
+        best = gl.max(keys, 0)
+    return best
+
+
+@gluon.jit
+def _ranked_static(keys, rank, K: gl.constexpr):
     best = gl.max(keys, 0)
     mine = best
     for k in gl.static_range(1, K):
@@ -231,7 +263,7 @@ def _ranked(keys, rank, K: gl.constexpr):
 
 @gluon.jit
 def _note(
-    note, block, held: gl.constexpr, CHOOSE: gl.constexpr, E: gl.constexpr, K: gl.constexpr, RENORMALISE: gl.constexpr,
+    note, block, held: gl.constexpr, EARLY: gl.constexpr, CHOOSE: gl.constexpr, E: gl.constexpr, K: gl.constexpr, RENORMALISE: gl.constexpr,
     EXPERTS: gl.constexpr,
 ):  # fmt: skip
     """A pair's first program leaves whether it counts; CHOOSE: also the expert of key `mine`, and what that counts."""
@@ -242,7 +274,7 @@ def _note(
             expert = gl.arange(0, EXPERTS.shape[0], EXPERTS)
             value = gl.load(logits + gl.minimum(expert, E - 1)).to(gl.float32)
             power = gl.exp(value - gl.max(gl.where(expert < E, value, float("-inf")), 0))
-            counted = keys >= _ranked(keys, K - 1, K) if RENORMALISE else expert < E
+            counted = keys >= (_ranked(keys, K - 1) if EARLY else _ranked_static(keys, K - 1, K)) if RENORMALISE else expert < E
             parts = (gl.where(counted, power, 0.0) * UNIT).to(gl.int64)  # as in `gate.triton.total_of`
             total = gl.sum(parts, 0).to(gl.float32) * (1.0 / UNIT)
             gl.store(ids + pair, 1023 - (mine & 1023))

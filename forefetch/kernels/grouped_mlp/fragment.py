@@ -26,6 +26,8 @@ class Tuning:
 
     programs: int = 16  # per SM
     stages: int = 3  # of the ring, 2 KB each
+    gate_tiles: int = 2  # of 32 weight rows an item of the first product
+    down_tiles: int = 2  # and of the second
     short: bool = True  # chains of mma
     registers: int = 128  # cap per thread; without one, not all programs may be resident
     pdl_route: bool = True  # routing as a programmatic dependent of what comes before
@@ -42,6 +44,8 @@ class Direct:
     gate_tiles: int = 1  # of 32 weight rows a program
     down_tiles: int = 1
     registers: int | None = None  # cap per thread of the first product
+    early: bool = True
+    sums: bool = False  # the second product's last program of a token adds its experts up, so no kernel does
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,8 @@ def run_direct(call: Call, tuning: Direct | None = None) -> None:
     pdl = _has_pdl(call.x.device)
     _product(call, tuning, gate=True, pdl=pdl)
     _product(call, tuning, gate=False, pdl=pdl)
-    combine(call, pdl, routed=False)
+    if not tuning.sums:
+        combine(call, pdl, routed=False)
 
 
 def _reads_logits(logits: Tensor) -> bool:
@@ -104,7 +109,7 @@ def _chosen(call: Call, logits: Tensor) -> Call:
 
 
 def _product(call: Call, tuning: Direct, gate: bool, pdl: bool) -> None:
-    scratch, x, pool = call.scratch, call.x, call.pool
+    scratch, x, pool, out = call.scratch, call.x, call.pool, call.out
     hidden, width = scratch.hidden, scratch.width
     steps, tiles = (hidden // 128, width // 16) if gate else (width // 128, hidden // 32)
     warps = next(n for n in (8, 4, 2, 1) if n <= (tuning.gate_warps if gate else tuning.down_warps) and steps % n == 0)
@@ -119,9 +124,10 @@ def _product(call: Call, tuning: Direct, gate: bool, pdl: bool) -> None:
             call.ids if call.logits is None else call.logits,
         ),
         *(call.slot_of, pool.view(torch.int32), pool.view(torch.float16), scratch.h if gate else scratch.y),
-        *(scratch.live, _constants(x.device, scratch.format.bits), pool.stride(0) // 2048, x.stride(0) // 2),
+        *(scratch.y if out is None else out, scratch.live, scratch.done, _constants(x.device, scratch.format.bits)),
+        *(pool.stride(0) // 2048, x.stride(0) // 2, 0 if out is None else out.stride(0)),
         *(hidden, width, scratch.experts, scratch.top_k, gate, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16),
-        *(wide, call.logits is not None, call.renormalise, pdl),
+        *(wide, call.logits is not None, call.renormalise, tuning.sums and out is not None, tuning.early, pdl),
         **direct.layouts(warps, scratch.format.group, scratch.format.bits, scratch.experts),
         num_warps=warps,
         maxnreg=tuning.registers if gate else None,
@@ -138,8 +144,9 @@ def run_persistent(call: Call, tuning: Tuning = TUNING) -> None:
     persistent.experts[(_programs(device, tuning, _step_bytes(scratch)),)](
         *(scratch.x_half.view(torch.int32), pool.view(torch.int32), pool.view(torch.float16), call.slot_of),
         *(scratch.counts, scratch.table, scratch.h.view(torch.int32), scratch.h, scratch.y),
-        *(scratch.ready, scratch.fault, _constants(device, scratch.format.bits), scratch.tokens, pool.stride(0) // 2048),
-        *(scratch.hidden, scratch.width, scratch.experts, scratch.top_k, stages(scratch, tuning.stages), tuning.short, early),
+        *(scratch.ready, scratch.tickets, scratch.fault, _constants(device, scratch.format.bits)),
+        *(scratch.tokens, pool.stride(0) // 2048, scratch.hidden, scratch.width, scratch.experts, scratch.top_k),
+        *(stages(scratch, tuning), tuning.gate_tiles, tuning.down_tiles, tuning.short, early),
         **persistent.layouts(scratch.format.group, scratch.format.bits, scratch.experts),
         num_warps=1,
         maxnreg=tuning.registers,
@@ -148,9 +155,10 @@ def run_persistent(call: Call, tuning: Tuning = TUNING) -> None:
     combine(call, pdl and tuning.pdl_combine)
 
 
-def stages(scratch: MoeScratch, most: int) -> int:
-    """Of the ring: what is loaded ahead must lie in this item or the next, and an item may have so few steps."""
-    return min(most, min(scratch.hidden, scratch.width) // 128 + 1)
+def stages(scratch: MoeScratch, tuning: Tuning) -> int:
+    """Of the ring: what is loaded ahead must lie in this item or the next, and an item may have so few stages."""
+    fewest = min(scratch.hidden * tuning.gate_tiles, scratch.width * tuning.down_tiles) // 128
+    return min(tuning.stages, fewest + 1)
 
 
 def run_tiled(call: Call, tuning: Tiled | None = None) -> None:

@@ -28,16 +28,17 @@ def layouts(group: int, bits: int, experts: int) -> dict[str, Any]:
     """`mma.layouts` of one warp, and a layout for the experts' counts."""
     padded = max(32, 1 << (experts - 1).bit_length())
     counts = gl.BlockedLayout([padded // 32], [32], [1], [0])
-    return {**mma.layouts(1, group, bits), "EXPERTS": counts, "EP": padded}
+    return {**mma.layouts(1, group, bits), "EXPERTS": counts, "EP": padded, "LANES": gl.BlockedLayout([1], [32], [1], [0])}
 
 
 @gluon.jit(do_not_specialize=["stride", "room"])
 def experts(
-    x, pool, pool_half, slot_of, counts, table, h, h_half, y, ready, fault, constants, room, stride,
-    H: gl.constexpr, W: gl.constexpr, E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, SHORT: gl.constexpr, PDL: gl.constexpr,
+    x, pool, pool_half, slot_of, counts, table, h, h_half, y, ready, tickets, fault, constants, room, stride,
+    H: gl.constexpr, W: gl.constexpr, E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, GATE_TILES: gl.constexpr,
+    DOWN_TILES: gl.constexpr, SHORT: gl.constexpr, PDL: gl.constexpr,
     WARPS: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
     WORDS: gl.constexpr, COPY: gl.constexpr, SCALES: gl.constexpr, SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr,
-    EXPERTS: gl.constexpr, EP: gl.constexpr,
+    EXPERTS: gl.constexpr, EP: gl.constexpr, LANES: gl.constexpr,
 ):  # fmt: skip
     """y [P, H] float32 for each pair. x [T, H / 2] and h [P, W / 2] as int32: two prepared halves. stride in 2 KB."""
     HALVES: gl.constexpr = 32 * (128 // GROUP)
@@ -45,7 +46,7 @@ def experts(
     words = gl.allocate_shared_memory(gl.int32, [D, 128 * BITS], plain)
     scales = gl.allocate_shared_memory(gl.float16, [D, HALVES], plain)
     eights = mma.offset(constants, WARPS, GROUP, A)
-    item = gl.program_id(0)
+    item = _drawn(_draw(tickets, LANES), LANES)
     if PDL:
         item = gl.inline_asm_elementwise(_WAIT, "=r,r", [item], dtype=gl.int32, is_pure=False, pack=1)
     e = gl.arange(0, EP, EXPERTS)
@@ -53,76 +54,139 @@ def experts(
     units = gl.where(e < E, units, 0)
     first = gl.associative_scan(units, 0, _add) - units
     total = gl.sum(units, 0)
-    gates = total * (W // 16)
-    items = gates + total * (H // 32)
+    gates = total * (W // 16 // GATE_TILES)
+    items = gates + total * (H // 32 // DOWN_TILES)
     if item < items:
-        lists = (first, slot_of, counts, table, room)
+        lists = (first, slot_of, counts, table, room, ready)
         ring = (words, scales, pool + gl.arange(0, 128 * BITS, COPY), pool_half + gl.arange(0, HALVES, SCALE_COPY))
-        here = _read(item, gates, lists, H, W, MMA, INPUTS)
-        at_words, at_scales = _weights(item, gates, here[0], stride, H, W, GROUP, BITS)
+        here = _read(item, gates, lists, H, W, GATE_TILES, DOWN_TILES, MMA, INPUTS, LANES)
+        known = _known(here, LANES)
+        own = _weights(item, gates, known[1], stride, H, W, GATE_TILES, DOWN_TILES, GROUP, BITS)
         for stage in gl.static_range(D - 1):
-            _fetch(ring, stage, at_words + stage * (BITS // 4), at_scales + stage * (128 // GROUP))
+            _fetch_first(ring, stage, stage, own, item < gates, H, W, GATE_TILES, DOWN_TILES, GROUP, BITS)
             async_copy.commit_group()
-        state = (item, here, at_words, at_scales, 0)
-        state = _phase(state, gates, items, x, h_half, lists, ring, eights, ready, fault, stride,
-                       True, H, W, K, D, SHORT, GROUP, BITS, MMA, A, B, WORDS, SCALES, INPUTS)  # fmt: skip
-        state = _phase(state, gates, items, h, y, lists, ring, eights, ready, fault, stride,
-                       False, H, W, K, D, SHORT, GROUP, BITS, MMA, A, B, WORDS, SCALES, INPUTS)  # fmt: skip
+        state = (item, here, known, own, 0)
+        state = _phase(state, gates, items, x, h_half, lists, ring, eights, tickets, fault, stride,
+                       True, H, W, K, D, GATE_TILES, DOWN_TILES, SHORT, GROUP, BITS, MMA, A, B, WORDS, SCALES, INPUTS, LANES)  # fmt: skip
+        state = _phase(state, gates, items, h, y, lists, ring, eights, tickets, fault, stride,
+                       False, H, W, K, D, GATE_TILES, DOWN_TILES, SHORT, GROUP, BITS, MMA, A, B, WORDS, SCALES, INPUTS, LANES)  # fmt: skip
         async_copy.wait_group(0)
+        item = state[0]
+    if item == items + gl.num_programs(0) - 1:  # the last ticket: nobody draws another one
+        gl.store(tickets, 0)
 
 
 @gluon.jit
 def _phase(
-    state, gates, items, source, to, lists, ring, eights, ready, fault, stride, GATE: gl.constexpr, H: gl.constexpr,
-    W: gl.constexpr, K: gl.constexpr, D: gl.constexpr, SHORT: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr,
-    MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr, INPUTS: gl.constexpr,
+    state, gates, items, source, to, lists, ring, eights, tickets, fault, stride, GATE: gl.constexpr, H: gl.constexpr,
+    W: gl.constexpr, K: gl.constexpr, D: gl.constexpr, GATE_TILES: gl.constexpr, DOWN_TILES: gl.constexpr,
+    SHORT: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
+    WORDS: gl.constexpr, SCALES: gl.constexpr, INPUTS: gl.constexpr, LANES: gl.constexpr,
 ):  # fmt: skip
     """A program's items of one product, from state = (item, its unit, where its weights are, the ring's place). Its first
     D - 1 stages are on their way, and those of the item after the last will be, whichever product that belongs to."""
     STEPS: gl.constexpr = (H if GATE else W) // 128
-    UNROLL: gl.constexpr = 2 if STEPS % 2 == 0 else 1
-    item, here, at_words, at_scales, at = state
-    programs = gl.num_programs(0)
+    TILES: gl.constexpr = GATE_TILES if GATE else DOWN_TILES
+    INNER: gl.constexpr = STEPS - (D - 2) // TILES - 1  # steps whose loading ahead stays within the item
+    item, here, known, own, at = state
     end = gates if GATE else items
     if item < end:
-        after = _read(gl.minimum(item + programs, items - 1), gates, lists, H, W, MMA, INPUTS)
         if not GATE:
-            _await(gl.load(ready + here[4], volatile=True), ready + here[4], fault, W)
-        rows = _rows(here, GATE, K, H, W, INPUTS)
+            _await(known[4], lists[5] + known[0], fault, W // 16 // GATE_TILES)
+        rows = _rows(here, known, GATE, K, H, W, INPUTS)
         x = _load(source, rows, GATE, INPUTS)
         while item < end:
-            # What the next item needs was asked for an item ago; now ask for what the one after it needs.
-            following = item + programs
-            next_words, next_scales = _weights(following, gates, after[0], stride, H, W, GROUP, BITS)
-            later = _read(gl.minimum(following + programs, items - 1), gates, lists, H, W, MMA, INPUTS)
-            seen = W // 16 if GATE else gl.load(ready + after[4], volatile=True)
-            next_rows = _rows(after, GATE, K, H, W, INPUTS)
-            low = gl.zeros([16, 8], gl.float32, MMA)
-            high = gl.zeros([16, 8], gl.float32, MMA)
-            for outer in range(0, STEPS, UNROLL):
-                for inner in gl.static_range(UNROLL):
-                    step = outer + inner
-                    async_copy.wait_group(D - 2)
-                    current = ring[0].index(at).load(gl.SliceLayout(1, WORDS))
-                    scale = ring[1].index(at).load(SCALES).to(gl.float32)
-                    _fetch_ahead(ring, at, step + D - 1, (at_words, at_scales), (next_words, next_scales), following < items,
-                                 STEPS, D, GROUP, BITS)  # fmt: skip
-                    from_rows = rows + (step + 1)
-                    if inner == UNROLL - 1:
-                        leaving = (step == STEPS - 1) & (following < end)
-                        if not GATE:
-                            _await(gl.where(leaving, seen, W // 16), ready + after[4], fault, W)
-                        from_rows = gl.where(leaving, next_rows, rows + gl.minimum(step + 1, STEPS - 1))
-                    x_next = _load(source, from_rows, GATE, INPUTS)
-                    operand = mma.operand(x, INPUTS, B)
-                    starts = mma.starts(operand, eights, 1, GROUP, MMA, B)
-                    low, high = mma.scaled(low, high, current, operand, scale, starts, SHORT, 1, GROUP, BITS, MMA, WORDS, A, B)
-                    x = x_next
+            after, ticket = here, gl.full([32], 0, gl.int32, LANES)
+            if INNER < 2:
+                ticket = _draw(tickets, LANES)
+            if INNER < 1:
+                after = _read(gl.minimum(_drawn(ticket, LANES), items - 1), gates, lists, H, W, GATE_TILES, DOWN_TILES, MMA, INPUTS, LANES)
+            sums = ()
+            for _ in gl.static_range(2 * TILES):
+                sums = sums + (gl.zeros([16, 8], gl.float32, MMA),)
+            for step in range(0, INNER):
+                # The next item is asked for late, so that a fast program can take it; what it needs is there in time.
+                if INNER >= 2:
+                    if step == INNER - 2:
+                        ticket = _draw(tickets, LANES)
+                if step == INNER - 1:
+                    number = gl.minimum(_drawn(ticket, LANES), items - 1)
+                    after = _read(number, gates, lists, H, W, GATE_TILES, DOWN_TILES, MMA, INPUTS, LANES)
+                x_next = _load(source, rows + (step + 1), GATE, INPUTS)
+                operand = mma.operand(x, INPUTS, B)
+                starts = mma.starts(operand, eights, 1, GROUP, MMA, B)
+                added = ()
+                for tile in gl.static_range(TILES):
+                    current, scale = _arrived(ring, at, D, WORDS, SCALES)
+                    ahead = step + (tile + D - 1) // TILES + (tile + D - 1) % TILES * STEPS
+                    _fetch(ring, gl.where(at == 0, D - 1, at - 1), own[0] + ahead * (BITS // 4), own[1] + ahead * (128 // GROUP))
+                    async_copy.commit_group()
+                    added = added + mma.scaled(sums[2 * tile], sums[2 * tile + 1], current, operand, scale, starts, SHORT, 1, GROUP,
+                                               BITS, MMA, WORDS, A, B)
                     at = gl.where(at == D - 1, 0, at + 1)
-            _store(item, gates, here, low, high, to, ready, GATE, H, W, BITS, MMA)
-            item, here, after, rows = following, after, later, next_rows
-            at_words, at_scales = next_words, next_scales
-    return item, here, at_words, at_scales, at
+                sums = added
+                x = x_next
+            following = _drawn(ticket, LANES)
+            then = _known(after, LANES)
+            next_own = _weights(following, gates, then[1], stride, H, W, GATE_TILES, DOWN_TILES, GROUP, BITS)
+            next_rows = _rows(after, then, GATE, K, H, W, INPUTS)
+            for step in gl.static_range(INNER, STEPS):
+                from_rows = rows + (step + 1)
+                if step == STEPS - 1:
+                    leaving = following < end
+                    if not GATE:
+                        _await(gl.where(leaving, then[4], W), lists[5] + then[0], fault, W // 16 // GATE_TILES)
+                    from_rows = gl.where(leaving, next_rows, rows)
+                x_next = _load(source, from_rows, GATE, INPUTS)
+                operand = mma.operand(x, INPUTS, B)
+                starts = mma.starts(operand, eights, 1, GROUP, MMA, B)
+                added = ()
+                for tile in gl.static_range(TILES):
+                    current, scale = _arrived(ring, at, D, WORDS, SCALES)
+                    place = gl.where(at == 0, D - 1, at - 1)
+                    if step + (tile + D - 1) // TILES < STEPS:
+                        ahead = step + (tile + D - 1) // TILES + (tile + D - 1) % TILES * STEPS
+                        _fetch(ring, place, own[0] + ahead * (BITS // 4), own[1] + ahead * (128 // GROUP))
+                    elif following < items:
+                        _fetch_first(ring, place, (step - STEPS) * TILES + tile + D - 1, next_own, following < gates,
+                                     H, W, GATE_TILES, DOWN_TILES, GROUP, BITS)
+                    async_copy.commit_group()
+                    added = added + mma.scaled(sums[2 * tile], sums[2 * tile + 1], current, operand, scale, starts, SHORT, 1, GROUP,
+                                               BITS, MMA, WORDS, A, B)
+                    at = gl.where(at == D - 1, 0, at + 1)
+                sums = added
+                x = x_next
+            for tile in gl.static_range(TILES):
+                _store(item, tile, gates, here[3], known[2], sums[2 * tile], sums[2 * tile + 1], to, GATE, H, W, TILES, BITS, MMA)
+            if GATE:
+                gl.thread_barrier()
+                gl.atomic_add(lists[5] + known[0], 1, sem="release", scope="gpu")
+            item, here, known, own, rows = following, after, then, next_own, next_rows
+    return item, here, known, own, at
+
+
+@gluon.jit
+def _draw(tickets, LANES: gl.constexpr):
+    """One lane draws the next item's number; nobody waits for it before `_drawn`."""
+    lane = gl.arange(0, 32, LANES)
+    return gl.atomic_add(tickets + lane, lane * 0 + 1, mask=lane == 0, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def _drawn(ticket, LANES: gl.constexpr):
+    return _of_lane(ticket, 0, LANES)
+
+
+@gluon.jit
+def _of_lane(values, lane: gl.constexpr, LANES: gl.constexpr):
+    """One lane's number >= -1, for all."""
+    return gl.max(gl.where(gl.arange(0, 32, LANES) == lane, values, -1), 0)
+
+
+@gluon.jit
+def _arrived(ring, at, D: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr):
+    async_copy.wait_group(D - 2)
+    return ring[0].index(at).load(gl.SliceLayout(1, WORDS)), ring[1].index(at).load(SCALES).to(gl.float32)
 
 
 @gluon.jit
@@ -131,25 +195,42 @@ def _add(a, b):
 
 
 @gluon.jit
-def _read(item, gates, lists, H: gl.constexpr, W: gl.constexpr, MMA: gl.constexpr, INPUTS: gl.constexpr):
-    """An item's slot, pairs left of its expert, pair of each input row, of each output column, unit, first pair: as loaded,
-    so that nothing waits for them yet."""
-    first, slot_of, counts, table, room = lists
-    unit = gl.where(item < gates, item // (W // 16), (item - gates) // (H // 32))
+def _read(
+    item, gates, lists, H: gl.constexpr, W: gl.constexpr, GATE_TILES: gl.constexpr, DOWN_TILES: gl.constexpr,
+    MMA: gl.constexpr, INPUTS: gl.constexpr, LANES: gl.constexpr,
+):  # fmt: skip
+    """What is to be known of an item, as loaded, so that nothing waits for it yet: its unit, where the unit begins in its
+    expert's row, the pair of each input row and of each output column; and, by lanes, the slot, the expert's pairs, the
+    first pair, how many of the unit's gate/up items are done."""
+    first, slot_of, counts, table, room, ready = lists
+    unit = gl.where(item < gates, item // (W // 16 // GATE_TILES), (item - gates) // (H // 32 // DOWN_TILES))
     expert = gl.sum((first <= unit).to(gl.int32), 0) - 1
     begin = (unit - gl.max(gl.where(first <= unit, first, 0), 0)) * 8
     n = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, INPUTS)))
     column = gl.arange(0, 8, gl.SliceLayout(0, MMA))
     pairs = table + expert * room + begin
-    count = gl.load(counts + expert)
-    return gl.load(slot_of + expert), count - begin, gl.load(pairs + n), gl.load(pairs + column), unit, gl.load(pairs)
+    lane = gl.arange(0, 32, LANES)
+    either = gl.where(lane == 0, slot_of + expert, counts + expert)
+    either = gl.where(lane < 2, either, gl.where(lane == 2, pairs, ready + unit))
+    return unit, begin, gl.load(pairs + n), gl.load(pairs + column), gl.load(either, volatile=True)
 
 
 @gluon.jit
-def _weights(item, gates, slot, stride, H: gl.constexpr, W: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr):
+def _known(here, LANES: gl.constexpr):
+    """An item's unit, slot, pairs left of its expert, first pair, gate/up items done: once `_read` has them."""
+    of = here[4]
+    return here[0], _of_lane(of, 0, LANES), _of_lane(of, 1, LANES) - here[1], _of_lane(of, 2, LANES), _of_lane(of, 3, LANES)
+
+
+@gluon.jit
+def _weights(
+    item, gates, slot, stride, H: gl.constexpr, W: gl.constexpr, GATE_TILES: gl.constexpr, DOWN_TILES: gl.constexpr,
+    GROUP: gl.constexpr, BITS: gl.constexpr,
+):  # fmt: skip
     """Where an item's codes begin in units of 512 words, and its scales in units of 32 halves."""
-    gate = item < gates
-    step = gl.where(gate, item % (W // 16) * (H // 128), W * H // 2048 + (item - gates) % (H // 32) * (W // 128))
+    gate_step = item % (W // 16 // GATE_TILES) * (GATE_TILES * (H // 128))
+    down_step = W * H // 2048 + (item - gates) % (H // 32 // DOWN_TILES) * (DOWN_TILES * (W // 128))
+    step = gl.where(item < gates, gate_step, down_step)
     base = slot.to(gl.int64) * stride
     return base + step * (BITS // 4), base * 32 + 3 * W * H * BITS // 512 + step * (128 // GROUP)
 
@@ -160,25 +241,24 @@ def _fetch(ring, at, at_words, at_scales):
 
 
 @gluon.jit
-def _fetch_ahead(
-    ring, at, ahead, own, following, more, STEPS: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr
-):
-    """Starts the copies of step `ahead` of an item whose weights are at `own`, or, behind its end, of the `following` one, if
-    there is one more; into the place that was read last. A group of copies in any case, so that waits can count them."""
-    inside = ahead < STEPS
-    if inside | more:
-        place = gl.where(at == 0, D - 1, at - 1)
-        words = gl.where(inside, own[0] + ahead * (BITS // 4), following[0] + (ahead - STEPS) * (BITS // 4))
-        scales = gl.where(inside, own[1] + ahead * (128 // GROUP), following[1] + (ahead - STEPS) * (128 // GROUP))
-        _fetch(ring, place, words, scales)
-    async_copy.commit_group()
+def _fetch_first(
+    ring, at, stage: gl.constexpr, own, gate, H: gl.constexpr, W: gl.constexpr, GATE_TILES: gl.constexpr,
+    DOWN_TILES: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr,
+):  # fmt: skip
+    """Starts the copies of one of an item's first stages, of whichever product it is."""
+    ahead = gl.where(
+        gate,
+        stage % GATE_TILES * (H // 128) + stage // GATE_TILES,
+        stage % DOWN_TILES * (W // 128) + stage // DOWN_TILES,
+    )
+    _fetch(ring, at, own[0] + ahead * (BITS // 4), own[1] + ahead * (128 // GROUP))
 
 
 @gluon.jit
-def _rows(here, GATE: gl.constexpr, K: gl.constexpr, H: gl.constexpr, W: gl.constexpr, INPUTS: gl.constexpr):
+def _rows(here, known, GATE: gl.constexpr, K: gl.constexpr, H: gl.constexpr, W: gl.constexpr, INPUTS: gl.constexpr):
     """Offsets of a unit's eight input rows in units of 64 words; empty places repeat the first row, which costs no bytes."""
     n = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, INPUTS)))
-    pair = gl.where(n < here[1], here[2], here[5])
+    pair = gl.where(n < known[2], here[2], known[3])
     return pair // K * (H // 128) if GATE else pair * (W // 128)
 
 
@@ -191,27 +271,25 @@ def _load(source, rows, GATE: gl.constexpr, INPUTS: gl.constexpr):
 
 @gluon.jit
 def _store(
-    item, gates, here, low, high, to, ready, GATE: gl.constexpr, H: gl.constexpr, W: gl.constexpr, BITS: gl.constexpr,
-    MMA: gl.constexpr,
+    item, tile: gl.constexpr, gates, pair, count, low, high, to, GATE: gl.constexpr, H: gl.constexpr, W: gl.constexpr,
+    TILES: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     row = gl.arange(0, 16, gl.SliceLayout(1, MMA))
-    mask = (gl.arange(0, 8, gl.SliceLayout(0, MMA)) < here[1])[None, :] & (row[:, None] >= 0)
+    mask = (gl.arange(0, 8, gl.SliceLayout(0, MMA)) < count)[None, :] & (row[:, None] >= 0)
     if GATE:
-        at = to + here[3][None, :] * W + (item % (W // 16) * 16 + row)[:, None]
+        at = to + pair[None, :] * W + ((item % (W // 16 // TILES) * TILES + tile) * 16 + row)[:, None]
         gl.store(at, mma.activation(low, high, row[:, None], BITS), mask=mask)
-        gl.thread_barrier()
-        gl.atomic_add(ready + here[4], 1, sem="release", scope="gpu")
     else:
-        at = to + here[3][None, :] * H + ((item - gates) % (H // 32) * 32 + row)[:, None]
+        at = to + pair[None, :] * H + (((item - gates) % (H // 32 // TILES) * TILES + tile) * 32 + row)[:, None]
         gl.store(at, low * mma.UNSCALE, mask=mask)
         gl.store(at + 16, high * mma.UNSCALE, mask=mask)
 
 
 @gluon.jit
-def _await(seen, counter, fault, W: gl.constexpr):
+def _await(seen, counter, fault, ALL: gl.constexpr):
     """Until all gate/up items of a unit are done. Patience at an end means a launch that was not resident: `fault` says so."""
     tries = 0
-    while (seen < W // 16) & (tries < _PATIENCE):
+    while (seen < ALL) & (tries < _PATIENCE):
         seen = gl.load(counter, volatile=True)
         tries += 1
     if tries == _PATIENCE:

@@ -54,6 +54,7 @@ class MoeScratch:
 
         self.ids, self.weights = ints(pairs), torch.empty(pairs, dtype=torch.float32, device=device)
         self.counts, self.ready, self.fault = ints(triton.next_power_of_2(experts)), ints(most), ints(1)
+        self.tickets, self.done = ints(1), ints(8 * hidden // 32)
         self.live, self.table = ints(pairs), ints(experts * tokens + 128)  # a unit may be read whole where it is not full
         self.x_half = torch.empty(tokens * fragment, hidden, dtype=torch.float16, device=device)
         self.h = torch.empty(pairs, width, dtype=torch.float16 if fragment else dtype, device=device)
@@ -66,7 +67,7 @@ class MoeScratch:
 
     def reset(self) -> None:
         """Zeroes the counters and the fault."""
-        for counter in (self.counts, self.ready, self.fault):
+        for counter in (self.counts, self.ready, self.tickets, self.done, self.fault):
             counter.zero_()
 
     def check(self) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from forefetch.kernels.grouped_mlp import direct, fragment, persistent
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat
+from forefetch.kernels.grouped_mlp.fragment import Tuning
 from forefetch.kernels.grouped_mlp.scratch import MoeScratch
 
 FORMATS = [ExpertFormat(kind, group, "fragment") for kind in ("int4", "int8") for group in (128, 64)]  # type: ignore[arg-type]
@@ -27,9 +28,10 @@ def _pack(high: ptx.Words, low: ptx.Words) -> ptx.Words:
     return halves[0] << np.uint32(16) | halves[1]
 
 
-def _add(at: Pointer, value: int, sem: str, scope: str) -> Value:
-    before = gluon_interpreter._load(at)
-    gluon_interpreter._store(at, before + value)
+def _add(at: Pointer, value: Any, sem: str, scope: str, mask: Any = True) -> Value:
+    """No two elements at the same address."""
+    before = gluon_interpreter._load(at, mask)
+    gluon_interpreter._store(at, before + value, mask)
     return before
 
 
@@ -77,7 +79,7 @@ def layouts(form: ExpertFormat, experts: int) -> dict[str, Any]:
     padded = max(32, 1 << (experts - 1).bit_length())
     nothing = dict.fromkeys(("MMA", "A", "B", "WORDS", "COPY", "SCALES", "SCALE_COPY", "INPUTS"))
     shape = types.SimpleNamespace(shape=[padded])
-    return {"WARPS": 1, "GROUP": form.group, "BITS": form.bits, **nothing, "EXPERTS": shape, "EP": padded}
+    return {"WARPS": 1, "GROUP": form.group, "BITS": form.bits, **nothing, "EXPERTS": shape, "EP": padded, "LANES": None}
 
 
 def constants(bits: int) -> Tensor:
@@ -93,34 +95,38 @@ def combined(call: Call, scratch: MoeScratch, held: Tensor) -> Tensor:
     return (torch.where(held[..., None], rows, 0.0) * call.weights[..., None]).sum(1)
 
 
-def run_direct(pool: Experts, call: Call, tiles: int, logits: Tensor | None, eager: bool) -> tuple[Tensor, MoeScratch]:
+def run_direct(
+    pool: Experts, call: Call, tiles: int, logits: Tensor | None, eager: bool, sums: bool = False
+) -> tuple[Tensor, MoeScratch]:
     (tokens, hidden), top_k, form, experts = call.x.shape, call.ids.shape[1], pool.format, len(pool.slot_of)
-    scratch = pool.scratch(tokens, top_k, call.x.dtype)
+    scratch, out = pool.scratch(tokens, top_k, call.x.dtype), torch.full((tokens, hidden), torch.nan)
     ids = scratch.ids if logits is not None else call.ids.int()
     shared = {
-        **{"ids": ids, "weights": scratch.weights, "logits": ids if logits is None else logits, "slot_of": pool.slot_of},
+        **{"ids": ids, "weights": call.weights if logits is None else scratch.weights, "logits": ids if logits is None else logits, "slot_of": pool.slot_of},
         **{"pool": pool.pool.view(torch.int32), "pool_half": pool.pool.view(torch.float16), "live": scratch.live},
         **{"constants": constants(form.bits), "stride": pool.pool.stride(0) // 2048, "row_stride": hidden // 2},
         **{"H": hidden, "W": pool.width, "E": experts, "K": top_k, "TYPE": call.x.dtype, "TILES": tiles},
         **{"CHOOSE": logits is not None, "RENORMALISE": True, "PDL": False, **layouts(form, experts)},
+        **{"out": out, "out_row": hidden, "done": scratch.done, "SUM": sums, "EARLY": True, "COLUMNS": None},
     }
     for gate in (True, False):
         source, to = (call.x, scratch.h) if gate else (scratch.h, scratch.y)
         blocks = (pool.width // 16 if gate else hidden // 32) // tiles
         given = {**shared, "source": source.view(torch.int32), "to": to, "GATE": gate}
         launch(direct.product, tokens * top_k * blocks, given, eager)
-    return combined(call, scratch, scratch.live.view(call.ids.shape) != 0), scratch
+    assert not scratch.done.any()
+    return (out if sums else combined(call, scratch, scratch.live.view(call.ids.shape) != 0)), scratch
 
 
-@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize(("tiles", "sums"), [(1, True), (2, False)])
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-def test_few_tokens(form: ExpertFormat, tiles: int) -> None:
+def test_few_tokens(form: ExpertFormat, tiles: int, sums: bool) -> None:
     """Two tokens, one of whose pairs has no expert and one an expert without a slot; copies late."""
     pool = make_experts(3, 256, 128, form)
     call = make_call(2, 2, pool, torch.bfloat16)
     call.ids[0, 1] = -1
     pool.slot_of[int(call.ids[1, 0])] = -1
-    out, _ = run_direct(pool, call, tiles, None, eager=False)
+    out, _ = run_direct(pool, call, tiles, None, eager=False, sums=sums)
     assert worst(pool, call, out) <= 1
 
 
@@ -137,8 +143,9 @@ def test_few_tokens_from_logits() -> None:
     assert worst(pool, call, out) <= 1
 
 
-@pytest.mark.parametrize(("form", "hidden"), [(FORMATS[0], 256), (FORMATS[2], 128)], ids=str)
-def test_a_batch(form: ExpertFormat, hidden: int) -> None:
+@pytest.mark.parametrize("tuning", [Tuning(), Tuning(gate_tiles=1, stages=4), Tuning(down_tiles=1)], ids=str)
+@pytest.mark.parametrize(("form", "hidden"), [(FORMATS[0], 256), (FORMATS[2], 128), (FORMATS[1], 512)], ids=str)
+def test_a_batch(form: ExpertFormat, hidden: int, tuning: Tuning) -> None:
     """More than eight tokens for an expert, one program with item after item; copies as late as they may be."""
     pool = make_experts(2, hidden, 128, form)
     call = make_call(10, 1, pool, torch.float16, skew=2.0)
@@ -155,10 +162,13 @@ def test_a_batch(form: ExpertFormat, hidden: int) -> None:
         **{"x": scratch.x_half.view(torch.int32), "pool": pool.pool.view(torch.int32)},
         **{"pool_half": pool.pool.view(torch.float16), "slot_of": pool.slot_of, "counts": scratch.counts},
         **{"table": scratch.table, "h": scratch.h.view(torch.int32), "h_half": scratch.h, "y": scratch.y},
-        **{"ready": scratch.ready, "fault": scratch.fault, "constants": constants(form.bits), "room": tokens},
+        **{"ready": scratch.ready, "tickets": scratch.tickets, "fault": scratch.fault, "constants": constants(form.bits)},
+        "room": tokens,
         **{"stride": pool.pool.stride(0) // 2048, "H": hidden, "W": pool.width, "E": experts, "K": 1},
-        **{"D": fragment.stages(scratch, 3), "SHORT": True, "PDL": False, **layouts(form, experts)},
+        **{"D": fragment.stages(scratch, tuning), "GATE_TILES": tuning.gate_tiles, "DOWN_TILES": tuning.down_tiles},
+        **{"SHORT": True, "PDL": False, **layouts(form, experts)},
     }
-    launch(persistent.experts, 1, given, eager=False)
+    launch(persistent.experts, 2, given, eager=False)
     scratch.check()
+    assert not scratch.tickets.any()
     assert worst(pool, call, combined(call, scratch, held)) <= 1
