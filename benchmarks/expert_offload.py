@@ -77,6 +77,7 @@ class Steps:
         rows = drawn.logits.shape[1]
         x = torch.randn(rows, experts.spec.hidden_size, generator=torch.Generator().manual_seed(4)).to(device, dtype)
         idle = torch.zeros(rows, 1, dtype=torch.bool, device=device)
+        self._read = x, idle  # by the recorded step, which does not keep them from being freed and written over
         self.out = torch.zeros(len(experts.layers), *x.shape, dtype=dtype, device=device)
 
         def step() -> None:

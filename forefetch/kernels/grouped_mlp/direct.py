@@ -3,7 +3,8 @@
 A program takes 32 weight rows of one pair, or 64, with all of their codes in flight at once; its warps share the inputs out
 among themselves and their sums are added in a fixed order. Whatever does not need the codes is done before they arrive. Pairs
 are not grouped by expert, so routing needs no kernel: a program reads its expert from `ids`, or finds it in the logits itself.
-Of the tensor core's eight columns one is used.
+Of the tensor core's eight columns one is used. Nor does the sum over a token's experts need one: the last of a token's
+programs for some columns adds their rows up, in the order of the pairs whoever it is.
 
 With programmatic dependent launch the second product's programs fill their share of the machine while the first still runs,
 and wait for it only when their weights are on the way. Whatever they read before that wait was there before the first product
@@ -43,11 +44,12 @@ def layouts(warps: int, group: int, bits: int, experts: int) -> dict[str, Any]:
 def product(
     source, ids, weights, logits, slot_of, pool, pool_half, to, out, live, done, constants, stride, row_stride, out_row,
     H: gl.constexpr, W: gl.constexpr, E: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, TYPE: gl.constexpr,
-    TILES: gl.constexpr, CHOOSE: gl.constexpr, RENORMALISE: gl.constexpr, SUM: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+    TILES: gl.constexpr, CHOOSE: gl.constexpr, RENORMALISE: gl.constexpr, SUM: gl.constexpr, PDL: gl.constexpr,
     EXPERTS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
     WORDS: gl.constexpr, COPY: gl.constexpr, SCALES: gl.constexpr, SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr,
 ):  # fmt: skip
-    """GATE: h [P, W] float16 from x [T, H] as int32 (rows `row_stride` words apart, of TYPE). Else y [P, H] from h as int32.
+    """GATE: h [P, W] float16 from x [T, H] as int32 (rows `row_stride` words apart, of TYPE). Else y [P, H] from h as int32,
+    and with SUM out [T, H] from y.
 
     A program takes TILES tiles of a pair. CHOOSE: experts come from logits [T, E] of 16 bits (contiguous); the first product
     also writes them to ids and weights, once its own codes are on the way.
@@ -68,7 +70,7 @@ def product(
     if GATE:
         xs = _inputs(source, row, row_stride, EACH, INPUTS)
     if CHOOSE:
-        mine = _ranked(keys, pair % K) if EARLY else _ranked_static(keys, pair % K, K)
+        mine = _ranked(keys, pair % K)
         expert = 1023 - (mine & 1023)
         slot = gl.max(gl.where(keys == mine, slots, -1), 0)
     else:
@@ -81,7 +83,7 @@ def product(
         ring = _fetched(slot.to(gl.int64) * stride, first, pool, pool_half, STEPS, TILES, H, W, WARPS, GROUP, BITS, COPY,
                         SCALE_COPY)  # fmt: skip
         if GATE:
-            _note(note, block, 1, EARLY, CHOOSE, E, K, RENORMALISE, EXPERTS)
+            _note(note, block, 1, CHOOSE, E, K, RENORMALISE, EXPERTS)
             inputs = xs
         else:
             inputs = _inputs(source, _awaited(pair, PDL), W // 2, EACH, INPUTS)
@@ -92,7 +94,7 @@ def product(
             low, high = _sums(ring, tile, TILES, operands, starts, EACH, WARPS, GROUP, BITS, MMA, A, B, WORDS, SCALES)
             _store(at + tile * (16 if GATE else 32), low, high, GATE, WARPS, BITS)
     elif GATE:
-        _note(note, block, 0, EARLY, CHOOSE, E, K, RENORMALISE, EXPERTS)
+        _note(note, block, 0, CHOOSE, E, K, RENORMALISE, EXPERTS)
     else:  # who waits for this product must find the first one done
         _awaited(pair, PDL)
     if SUM and not GATE:
@@ -251,19 +253,8 @@ def _ranked(keys, rank):
 
 
 @gluon.jit
-def _ranked_static(keys, rank, K: gl.constexpr):
-    best = gl.max(keys, 0)
-    mine = best
-    for k in gl.static_range(1, K):
-        keys = gl.where(keys == best, _LOWEST, keys)
-        best = gl.max(keys, 0)
-        mine = gl.where(rank == k, best, mine)
-    return mine
-
-
-@gluon.jit
 def _note(
-    note, block, held: gl.constexpr, EARLY: gl.constexpr, CHOOSE: gl.constexpr, E: gl.constexpr, K: gl.constexpr, RENORMALISE: gl.constexpr,
+    note, block, held: gl.constexpr, CHOOSE: gl.constexpr, E: gl.constexpr, K: gl.constexpr, RENORMALISE: gl.constexpr,
     EXPERTS: gl.constexpr,
 ):  # fmt: skip
     """A pair's first program leaves whether it counts; CHOOSE: also the expert of key `mine`, and what that counts."""
@@ -274,7 +265,7 @@ def _note(
             expert = gl.arange(0, EXPERTS.shape[0], EXPERTS)
             value = gl.load(logits + gl.minimum(expert, E - 1)).to(gl.float32)
             power = gl.exp(value - gl.max(gl.where(expert < E, value, float("-inf")), 0))
-            counted = keys >= (_ranked(keys, K - 1) if EARLY else _ranked_static(keys, K - 1, K)) if RENORMALISE else expert < E
+            counted = keys >= _ranked(keys, K - 1) if RENORMALISE else expert < E
             parts = (gl.where(counted, power, 0.0) * UNIT).to(gl.int64)  # as in `gate.triton.total_of`
             total = gl.sum(parts, 0).to(gl.float32) * (1.0 / UNIT)
             gl.store(ids + pair, 1023 - (mine & 1023))

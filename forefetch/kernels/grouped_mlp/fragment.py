@@ -12,9 +12,8 @@ from triton.experimental.gluon import language as gl
 from forefetch.kernels.gate.triton import choose_into
 from forefetch.kernels.grouped_mlp import direct, persistent, tiled
 from forefetch.kernels.grouped_mlp.launches import Call, combine, dependent, place
-from forefetch.kernels.grouped_mlp.scratch import MoeScratch, unit_size, units
+from forefetch.kernels.grouped_mlp.scratch import DIRECT_TOKENS, MoeScratch, unit_size, units
 
-DIRECT_TOKENS = 6  # up to here a unit of one pair is faster than finding out who shares an expert
 PERSISTENT_TOKENS = 320  # beyond, units of more than eight pairs read the weights fewer times
 _DIRECT_BYTES = 72 * 1024  # of a program's shared memory, so that three or more fit an SM
 _REGISTERS = 65536  # of an SM, on every GPU since 2012
@@ -26,8 +25,8 @@ class Tuning:
 
     programs: int = 16  # per SM
     stages: int = 3  # of the ring, 2 KB each
-    gate_tiles: int = 2  # of 32 weight rows an item of the first product
-    down_tiles: int = 2  # and of the second
+    gate_tiles: int = 1  # of 32 weight rows an item of the first product
+    down_tiles: int = 1  # and of the second
     short: bool = True  # chains of mma
     registers: int = 128  # cap per thread; without one, not all programs may be resident
     pdl_route: bool = True  # routing as a programmatic dependent of what comes before
@@ -44,8 +43,6 @@ class Direct:
     gate_tiles: int = 1  # of 32 weight rows a program
     down_tiles: int = 1
     registers: int | None = None  # cap per thread of the first product
-    early: bool = True
-    sums: bool = False  # the second product's last program of a token adds its experts up, so no kernel does
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,9 @@ class Tiled:
     stages: int = 3
 
 
-TUNING, TILED = Tuning(), Tiled()
+TILED = Tiled()
+TUNING = {16: Tuning(), PERSISTENT_TOKENS: Tuning(programs=12, stages=4, gate_tiles=2, down_tiles=2, registers=168)}
+"""By tokens, up to as many. Two tiles share what is done for their inputs, but make items too coarse for few experts."""
 DIRECT = {1: Direct(registers=112), 2: Direct(), 3: Direct(gate_tiles=2, down_tiles=2)}
 """By tokens; more take the last. With one token the cap leaves room for the second product's programs beside the first's."""
 
@@ -85,15 +84,13 @@ def _step_bytes(scratch: MoeScratch) -> int:
 
 
 def run_direct(call: Call, tuning: Direct | None = None) -> None:
-    """Both products a launch each, no routing."""
+    """Both products a launch each, no routing; the second one adds up, if there is an `out`."""
     tuning = tuning or DIRECT[min(len(call.x), max(DIRECT))]
     if call.logits is not None and not _reads_logits(call.logits):
         call = _chosen(call, call.logits)
     pdl = _has_pdl(call.x.device)
     _product(call, tuning, gate=True, pdl=pdl)
     _product(call, tuning, gate=False, pdl=pdl)
-    if not tuning.sums:
-        combine(call, pdl, routed=False)
 
 
 def _reads_logits(logits: Tensor) -> bool:
@@ -127,7 +124,7 @@ def _product(call: Call, tuning: Direct, gate: bool, pdl: bool) -> None:
         *(scratch.y if out is None else out, scratch.live, scratch.done, _constants(x.device, scratch.format.bits)),
         *(pool.stride(0) // 2048, x.stride(0) // 2, 0 if out is None else out.stride(0)),
         *(hidden, width, scratch.experts, scratch.top_k, gate, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16),
-        *(wide, call.logits is not None, call.renormalise, tuning.sums and out is not None, tuning.early, pdl),
+        *(wide, call.logits is not None, call.renormalise, out is not None, pdl),
         **direct.layouts(warps, scratch.format.group, scratch.format.bits, scratch.experts),
         num_warps=warps,
         maxnreg=tuning.registers if gate else None,
@@ -135,8 +132,9 @@ def _product(call: Call, tuning: Direct, gate: bool, pdl: bool) -> None:
     )
 
 
-def run_persistent(call: Call, tuning: Tuning = TUNING) -> None:
+def run_persistent(call: Call, tuning: Tuning | None = None) -> None:
     """Routing, both products in one launch, sum."""
+    tuning = tuning or next(of for tokens, of in TUNING.items() if len(call.x) <= tokens)
     scratch, pool, device = call.scratch, call.pool, call.x.device
     pdl = _has_pdl(device)
     early = pdl and tuning.pdl_experts

@@ -56,16 +56,15 @@ def place(call: Call, convert: bool = False, pdl: bool = False) -> None:
     )
 
 
-def combine(call: Call, pdl: bool = False, routed: bool = True) -> None:
-    """The weighted sum of scratch.y, which also zeroes the counters. Left to whoever reads the pairs if there is no `out`.
-    routed: the routing is two kernels back, not one."""
+def combine(call: Call, pdl: bool = False) -> None:
+    """The weighted sum of scratch.y, which also zeroes the counters. Left to whoever reads the pairs if there is no `out`."""
     scratch, out = call.scratch, call.out
     if out is None:
         return
     block = min(512, triton.next_power_of_2(scratch.hidden))
     routing.combine[(len(out), triton.cdiv(scratch.hidden, block))](
         *(scratch.y, call.weights, scratch.live, out, scratch.counts, scratch.ready, out.stride(0)),
-        *(scratch.top_k, scratch.hidden, block, len(scratch.counts), len(scratch.ready), routed, pdl),
+        *(scratch.top_k, scratch.hidden, block, len(scratch.counts), len(scratch.ready), pdl),
         num_warps=4,
         **dependent(pdl),
     )

@@ -77,31 +77,25 @@ def unit_of(number, counts, table, room, E: tl.constexpr, EP: tl.constexpr, M: t
 @triton.jit
 def combine(
     y, weights, live, out, counts, ready, out_row,
-    K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr, READY: tl.constexpr, ROUTED: tl.constexpr,
-    PDL: tl.constexpr,
+    K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, CLEAR: tl.constexpr, READY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T, H] = each token's weighted sum of its pairs' rows of y [T * K, H] float32, in the pairs' order.
 
-    The last kernel of a layer, so it also leaves the counters (CLEAR and READY of them) at zero for the next. ROUTED: `live`
-    and `weights` were there before the kernel that this one depends on let it start. Else, with few tokens, which wait for one
-    thing after the other and not for bytes, rows are read whether or not they count, and who comes next may start meanwhile.
+    The last kernel of a layer, so it also leaves the counters (CLEAR and READY of them) at zero for the next. `live` and
+    `weights` were there before the kernel that this one depends on let it start.
     """
     token, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if PDL and not ROUTED:
-        tl.extra.cuda.gdc_wait()
     scales = ()
     for k in tl.static_range(K):
         scales += ((tl.load(live + token * K + k) != 0, tl.load(weights + token * K + k)),)  # type: ignore[assignment]
-    if PDL and ROUTED:
+    if PDL:
         tl.extra.cuda.gdc_wait()
-    elif PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     if (token == 0) & (tl.program_id(1) == 0):
         tl.store(counts + tl.arange(0, CLEAR), tl.zeros([CLEAR], tl.int32))
         tl.store(ready + tl.arange(0, READY), tl.zeros([READY], tl.int32))
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
         held, weight = scales[k]  # type: ignore[var-annotated]
-        row = tl.load(y + (token * K + k).to(tl.int64) * H + column, mask=(column < H) & (held | (not ROUTED)), other=0.0)
+        row = tl.load(y + (token * K + k).to(tl.int64) * H + column, mask=(column < H) & held, other=0.0)
         total += tl.where(held, weight * row, 0.0)
     tl.store(out + token.to(tl.int64) * out_row + column, total, mask=column < H)

@@ -10,6 +10,9 @@ from forefetch.kernels.grouped_mlp.formats import ExpertFormat, blob_bytes
 from forefetch.kernels.grouped_mlp.unsummed import Unsummed
 
 
+DIRECT_TOKENS = 6  # up to here a unit of one pair is faster than finding out who shares an expert
+
+
 def units(pairs: int, experts: int, size: int) -> int:
     """The most units that `pairs` can form in units of `size`: each expert has at most one that is not full."""
     return min(pairs, experts + pairs // size)
@@ -54,7 +57,7 @@ class MoeScratch:
 
         self.ids, self.weights = ints(pairs), torch.empty(pairs, dtype=torch.float32, device=device)
         self.counts, self.ready, self.fault = ints(triton.next_power_of_2(experts)), ints(most), ints(1)
-        self.tickets, self.done = ints(1), ints(8 * hidden // 32)
+        self.tickets, self.done = ints(1), ints(DIRECT_TOKENS * hidden // 32)
         self.live, self.table = ints(pairs), ints(experts * tokens + 128)  # a unit may be read whole where it is not full
         self.x_half = torch.empty(tokens * fragment, hidden, dtype=torch.float16, device=device)
         self.h = torch.empty(pairs, width, dtype=torch.float16 if fragment else dtype, device=device)

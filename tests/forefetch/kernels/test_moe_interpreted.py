@@ -107,7 +107,7 @@ def run_direct(
         **{"constants": constants(form.bits), "stride": pool.pool.stride(0) // 2048, "row_stride": hidden // 2},
         **{"H": hidden, "W": pool.width, "E": experts, "K": top_k, "TYPE": call.x.dtype, "TILES": tiles},
         **{"CHOOSE": logits is not None, "RENORMALISE": True, "PDL": False, **layouts(form, experts)},
-        **{"out": out, "out_row": hidden, "done": scratch.done, "SUM": sums, "EARLY": True, "COLUMNS": None},
+        **{"out": out, "out_row": hidden, "done": scratch.done, "SUM": sums, "COLUMNS": None},
     }
     for gate in (True, False):
         source, to = (call.x, scratch.h) if gate else (scratch.h, scratch.y)
@@ -143,7 +143,7 @@ def test_few_tokens_from_logits() -> None:
     assert worst(pool, call, out) <= 1
 
 
-@pytest.mark.parametrize("tuning", [Tuning(), Tuning(gate_tiles=1, stages=4), Tuning(down_tiles=1)], ids=str)
+@pytest.mark.parametrize("tuning", [Tuning(), Tuning(gate_tiles=2, stages=4), Tuning(down_tiles=2)], ids=str)
 @pytest.mark.parametrize(("form", "hidden"), [(FORMATS[0], 256), (FORMATS[2], 128), (FORMATS[1], 512)], ids=str)
 def test_a_batch(form: ExpertFormat, hidden: int, tuning: Tuning) -> None:
     """More than eight tokens for an expert, one program with item after item; copies as late as they may be."""
