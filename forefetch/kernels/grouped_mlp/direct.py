@@ -45,8 +45,9 @@ def product(
     source, ids, weights, logits, slot_of, pool, pool_half, to, out, live, done, constants, stride, row_stride, out_row,
     H: gl.constexpr, W: gl.constexpr, E: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, TYPE: gl.constexpr,
     TILES: gl.constexpr, CHOOSE: gl.constexpr, RENORMALISE: gl.constexpr, SUM: gl.constexpr, PDL: gl.constexpr,
-    EXPERTS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
-    WORDS: gl.constexpr, COPY: gl.constexpr, SCALES: gl.constexpr, SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr,
+    EXPERTS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr,
+    MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr, WORDS: gl.constexpr, COPY: gl.constexpr, SCALES: gl.constexpr,
+    SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr,
 ):  # fmt: skip
     """GATE: h [P, W] float16 from x [T, H] as int32 (rows `row_stride` words apart, of TYPE). Else y [P, H] from h as int32,
     and with SUM out [T, H] from y.
@@ -64,21 +65,12 @@ def product(
         program = gl.inline_asm_elementwise(_RELEASE, "=r,r", [program], dtype=gl.int32, is_pure=False, pack=1)
     pair, block = program // BLOCKS, program % BLOCKS
     row = pair // K
-    if CHOOSE:
-        keys = _keys(logits + row * E, E, EXPERTS)
-        slots = gl.load(slot_of + gl.minimum(gl.arange(0, EXPERTS.shape[0], EXPERTS), E - 1))  # of all, beside the logits
+    keys, slots = _candidates(ids + pair, logits + row * E, slot_of, E, CHOOSE, EXPERTS)
     if GATE:
         xs = _inputs(source, row, row_stride, EACH, INPUTS)
-    if CHOOSE:
-        mine = _ranked(keys, pair % K)
-        expert = 1023 - (mine & 1023)
-        slot = gl.max(gl.where(keys == mine, slots, -1), 0)
-    else:
-        expert = gl.load(ids + pair).to(gl.int32)
-        keys, mine = expert, expert
-        slot = gl.load(slot_of + gl.maximum(expert, 0))
+    mine, slot = _choice(keys, slots, pair % K, CHOOSE)
     note = (live, ids, weights, logits + row * E, pair, keys, mine)
-    if (expert >= 0) & (slot >= 0):
+    if slot >= 0:
         first = block * (TILES * STEPS) + (0 if GATE else W * H // 2048)  # of the tiles' steps in the blob
         ring = _fetched(slot.to(gl.int64) * stride, first, pool, pool_half, STEPS, TILES, H, W, WARPS, GROUP, BITS, COPY,
                         SCALE_COPY)  # fmt: skip
@@ -231,6 +223,29 @@ def _prepare(words, TYPE: gl.constexpr, BITS: gl.constexpr, INPUTS: gl.constexpr
         first *= factor
         second *= factor
     return gl.inline_asm_elementwise(_PACK, "=r,r,r", [second, first], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _candidates(id, logits, slot_of, E: gl.constexpr, CHOOSE: gl.constexpr, EXPERTS: gl.constexpr):
+    """CHOOSE: the keys of a token's experts and the slots of them all, so that none waits for the choice. Else a pair's
+    expert and its slot."""
+    if CHOOSE:
+        keys = _keys(logits, E, EXPERTS)
+        slots = gl.load(slot_of + gl.minimum(gl.arange(0, EXPERTS.shape[0], EXPERTS), E - 1))
+    else:
+        keys = gl.load(id).to(gl.int32)
+        slots = gl.where(keys >= 0, gl.load(slot_of + gl.maximum(keys, 0)), -1)
+    return keys, slots
+
+
+@gluon.jit
+def _choice(keys, slots, rank, CHOOSE: gl.constexpr):
+    """The key of this rank and its expert's slot."""
+    mine, slot = keys, slots
+    if CHOOSE:
+        mine = _ranked(keys, rank)
+        slot = gl.max(gl.where(keys == mine, slots, -1), 0)
+    return mine, slot
 
 
 @gluon.jit

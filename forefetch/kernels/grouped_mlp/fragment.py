@@ -28,7 +28,7 @@ class Tuning:
     gate_tiles: int = 1  # of 32 weight rows an item of the first product
     down_tiles: int = 1  # and of the second
     short: bool = True  # chains of mma
-    registers: int = 128  # cap per thread; without one, not all programs may be resident
+    registers: int = 128  # cap per thread, so that as many programs fit an SM
     pdl_route: bool = True  # routing as a programmatic dependent of what comes before
     pdl_experts: bool = True  # the experts of the routing
     pdl_combine: bool = True  # the sum of the experts

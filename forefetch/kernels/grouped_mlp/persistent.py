@@ -1,12 +1,14 @@
 """Both products of a routed expert with weights in fragment order, in one launch of one-warp programs that stay.
 
-Work is cut into items of 32 weight rows and all inputs: first every unit's gate/up items, then every unit's down items, dealt
-out in turn. A program streams codes through a ring of D stages in shared memory; the ring runs on across items, since where the
-next item's weights lie is known an item ahead, so loading never pauses. Sums of a row are made by one warp in one order.
+Work is cut into items of one tile (32 weight rows and all inputs) or several: first every unit's gate/up items, then every
+unit's down items. Programs draw them from a counter, each the next one before it ends an item; whoever draws the last ticket
+sets the counter back. A program streams codes through a ring of D stages in shared memory; the ring runs on across items, since
+where the next item's weights lie is known in time, so loading never pauses. Tiles of an item share the inputs and what the
+codes' offset makes of them. Sums of a row are made by one warp in one order, whoever draws it.
 
 A down item needs all gate/up items of its unit: each adds one to the unit's counter after its stores (release), and the down
-item looks at the counter before it reads h. Gate/up items wait for nothing and come first, so this ends if all programs are
-resident, which the launch sees to; the wait is bounded and raises `fault` otherwise. h is read through L2 (.cg): L1 is not
+item looks at the counter before it reads h. Gate/up items wait for nothing, and who has drawn one is running, so this ends
+however many programs are resident; the wait is bounded all the same, and raises `fault`. h is read through L2 (.cg): L1 is not
 coherent, and an acquire would throw the SM's whole L1 away for each item.
 """
 
@@ -35,10 +37,10 @@ def layouts(group: int, bits: int, experts: int) -> dict[str, Any]:
 def experts(
     x, pool, pool_half, slot_of, counts, table, h, h_half, y, ready, tickets, fault, constants, room, stride,
     H: gl.constexpr, W: gl.constexpr, E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, GATE_TILES: gl.constexpr,
-    DOWN_TILES: gl.constexpr, SHORT: gl.constexpr, PDL: gl.constexpr,
-    WARPS: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
-    WORDS: gl.constexpr, COPY: gl.constexpr, SCALES: gl.constexpr, SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr,
-    EXPERTS: gl.constexpr, EP: gl.constexpr, LANES: gl.constexpr,
+    DOWN_TILES: gl.constexpr, SHORT: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr,
+    BITS: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr, WORDS: gl.constexpr, COPY: gl.constexpr,
+    SCALES: gl.constexpr, SCALE_COPY: gl.constexpr, INPUTS: gl.constexpr, EXPERTS: gl.constexpr, EP: gl.constexpr,
+    LANES: gl.constexpr,
 ):  # fmt: skip
     """y [P, H] float32 for each pair. x [T, H / 2] and h [P, W / 2] as int32: two prepared halves. stride in 2 KB."""
     HALVES: gl.constexpr = 32 * (128 // GROUP)
@@ -46,7 +48,7 @@ def experts(
     words = gl.allocate_shared_memory(gl.int32, [D, 128 * BITS], plain)
     scales = gl.allocate_shared_memory(gl.float16, [D, HALVES], plain)
     eights = mma.offset(constants, WARPS, GROUP, A)
-    item = _drawn(_draw(tickets, LANES), LANES)
+    item = _drawn(_draw(tickets, True, LANES), LANES)  # the counter is at zero since the layer before
     if PDL:
         item = gl.inline_asm_elementwise(_WAIT, "=r,r", [item], dtype=gl.int32, is_pure=False, pack=1)
     e = gl.arange(0, EP, EXPERTS)
@@ -59,17 +61,17 @@ def experts(
     if item < items:
         lists = (first, slot_of, counts, table, room, ready)
         ring = (words, scales, pool + gl.arange(0, 128 * BITS, COPY), pool_half + gl.arange(0, HALVES, SCALE_COPY))
-        here = _read(item, gates, lists, H, W, GATE_TILES, DOWN_TILES, MMA, INPUTS, LANES)
+        here = _read(item, gates, items, lists, H, W, GATE_TILES, DOWN_TILES, MMA, INPUTS, LANES)
         known = _known(here, LANES)
         own = _weights(item, gates, known[1], stride, H, W, GATE_TILES, DOWN_TILES, GROUP, BITS)
         for stage in gl.static_range(D - 1):
             _fetch_first(ring, stage, stage, own, item < gates, H, W, GATE_TILES, DOWN_TILES, GROUP, BITS)
             async_copy.commit_group()
         state = (item, here, known, own, 0)
-        state = _phase(state, gates, items, x, h_half, lists, ring, eights, tickets, fault, stride,
-                       True, H, W, K, D, GATE_TILES, DOWN_TILES, SHORT, GROUP, BITS, MMA, A, B, WORDS, SCALES, INPUTS, LANES)  # fmt: skip
-        state = _phase(state, gates, items, h, y, lists, ring, eights, tickets, fault, stride,
-                       False, H, W, K, D, GATE_TILES, DOWN_TILES, SHORT, GROUP, BITS, MMA, A, B, WORDS, SCALES, INPUTS, LANES)  # fmt: skip
+        state = _phase(state, gates, items, x, h_half, lists, ring, eights, tickets, fault, stride, True, H, W, K, D, GATE_TILES,
+                       DOWN_TILES, SHORT, GROUP, BITS, MMA, A, B, WORDS, SCALES, INPUTS, LANES)  # fmt: skip
+        state = _phase(state, gates, items, h, y, lists, ring, eights, tickets, fault, stride, False, H, W, K, D, GATE_TILES,
+                       DOWN_TILES, SHORT, GROUP, BITS, MMA, A, B, WORDS, SCALES, INPUTS, LANES)  # fmt: skip
         async_copy.wait_group(0)
         item = state[0]
     if item == items + gl.num_programs(0) - 1:  # the last ticket: nobody draws another one
@@ -83,8 +85,8 @@ def _phase(
     SHORT: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
     WORDS: gl.constexpr, SCALES: gl.constexpr, INPUTS: gl.constexpr, LANES: gl.constexpr,
 ):  # fmt: skip
-    """A program's items of one product, from state = (item, its unit, where its weights are, the ring's place). Its first
-    D - 1 stages are on their way, and those of the item after the last will be, whichever product that belongs to."""
+    """A program's items of one product, from state = (item, what is known of it, where its weights are, the ring's place). Its
+    first D - 1 stages are on their way, and those of the item after the last will be, whichever product that belongs to."""
     STEPS: gl.constexpr = (H if GATE else W) // 128
     TILES: gl.constexpr = GATE_TILES if GATE else DOWN_TILES
     INNER: gl.constexpr = STEPS - (D - 2) // TILES - 1  # steps whose loading ahead stays within the item
@@ -96,68 +98,38 @@ def _phase(
         rows = _rows(here, known, GATE, K, H, W, INPUTS)
         x = _load(source, rows, GATE, INPUTS)
         while item < end:
-            after, ticket = here, gl.full([32], 0, gl.int32, LANES)
-            if INNER < 2:
-                ticket = _draw(tickets, LANES)
+            ticket, after = _draw(tickets, INNER < 2, LANES), here
             if INNER < 1:
-                after = _read(gl.minimum(_drawn(ticket, LANES), items - 1), gates, lists, H, W, GATE_TILES, DOWN_TILES, MMA, INPUTS, LANES)
+                after = _read(_drawn(ticket, LANES), gates, items, lists, H, W, GATE_TILES, DOWN_TILES, MMA, INPUTS, LANES)
             sums = ()
             for _ in gl.static_range(2 * TILES):
-                sums = sums + (gl.zeros([16, 8], gl.float32, MMA),)
+                sums = sums + (gl.zeros([16, 8], gl.float32, MMA),)  # type: ignore[assignment]  # noqa: RUF005
             for step in range(0, INNER):
-                # The next item is asked for late, so that a fast program can take it; what it needs is there in time.
-                if INNER >= 2:
-                    if step == INNER - 2:
-                        ticket = _draw(tickets, LANES)
+                # The next item is drawn late, so that it goes to whoever is fast; what is to be known of it comes in time.
+                if step == INNER - 2:
+                    ticket = _draw(tickets, True, LANES)
                 if step == INNER - 1:
-                    number = gl.minimum(_drawn(ticket, LANES), items - 1)
-                    after = _read(number, gates, lists, H, W, GATE_TILES, DOWN_TILES, MMA, INPUTS, LANES)
+                    after = _read(_drawn(ticket, LANES), gates, items, lists, H, W, GATE_TILES, DOWN_TILES, MMA, INPUTS,
+                                  LANES)  # fmt: skip
                 x_next = _load(source, rows + (step + 1), GATE, INPUTS)
-                operand = mma.operand(x, INPUTS, B)
-                starts = mma.starts(operand, eights, 1, GROUP, MMA, B)
-                added = ()
-                for tile in gl.static_range(TILES):
-                    current, scale = _arrived(ring, at, D, WORDS, SCALES)
-                    ahead = step + (tile + D - 1) // TILES + (tile + D - 1) % TILES * STEPS
-                    _fetch(ring, gl.where(at == 0, D - 1, at - 1), own[0] + ahead * (BITS // 4), own[1] + ahead * (128 // GROUP))
-                    async_copy.commit_group()
-                    added = added + mma.scaled(sums[2 * tile], sums[2 * tile + 1], current, operand, scale, starts, SHORT, 1, GROUP,
-                                               BITS, MMA, WORDS, A, B)
-                    at = gl.where(at == D - 1, 0, at + 1)
-                sums = added
+                sums, at = _step(x, sums, step, 0, ring, at, own, (own, True, True), eights, STEPS, TILES, GATE_TILES,
+                                 DOWN_TILES, H, W, D, SHORT, GROUP, BITS, MMA, A, B, WORDS, SCALES, INPUTS)  # fmt: skip
                 x = x_next
-            following = _drawn(ticket, LANES)
-            then = _known(after, LANES)
+            following, then = _drawn(ticket, LANES), _known(after, LANES)
             next_own = _weights(following, gates, then[1], stride, H, W, GATE_TILES, DOWN_TILES, GROUP, BITS)
-            next_rows = _rows(after, then, GATE, K, H, W, INPUTS)
+            next_rows, leaving = _rows(after, then, GATE, K, H, W, INPUTS), following < end
+            next_item = next_own, following < gates, following < items
             for step in gl.static_range(INNER, STEPS):
                 from_rows = rows + (step + 1)
                 if step == STEPS - 1:
-                    leaving = following < end
                     if not GATE:
                         _await(gl.where(leaving, then[4], W), lists[5] + then[0], fault, W // 16 // GATE_TILES)
                     from_rows = gl.where(leaving, next_rows, rows)
                 x_next = _load(source, from_rows, GATE, INPUTS)
-                operand = mma.operand(x, INPUTS, B)
-                starts = mma.starts(operand, eights, 1, GROUP, MMA, B)
-                added = ()
-                for tile in gl.static_range(TILES):
-                    current, scale = _arrived(ring, at, D, WORDS, SCALES)
-                    place = gl.where(at == 0, D - 1, at - 1)
-                    if step + (tile + D - 1) // TILES < STEPS:
-                        ahead = step + (tile + D - 1) // TILES + (tile + D - 1) % TILES * STEPS
-                        _fetch(ring, place, own[0] + ahead * (BITS // 4), own[1] + ahead * (128 // GROUP))
-                    elif following < items:
-                        _fetch_first(ring, place, (step - STEPS) * TILES + tile + D - 1, next_own, following < gates,
-                                     H, W, GATE_TILES, DOWN_TILES, GROUP, BITS)
-                    async_copy.commit_group()
-                    added = added + mma.scaled(sums[2 * tile], sums[2 * tile + 1], current, operand, scale, starts, SHORT, 1, GROUP,
-                                               BITS, MMA, WORDS, A, B)
-                    at = gl.where(at == D - 1, 0, at + 1)
-                sums = added
+                sums, at = _step(x, sums, step, STEPS - step, ring, at, own, next_item, eights, STEPS, TILES, GATE_TILES,
+                                 DOWN_TILES, H, W, D, SHORT, GROUP, BITS, MMA, A, B, WORDS, SCALES, INPUTS)  # fmt: skip
                 x = x_next
-            for tile in gl.static_range(TILES):
-                _store(item, tile, gates, here[3], known[2], sums[2 * tile], sums[2 * tile + 1], to, GATE, H, W, TILES, BITS, MMA)
+            _store(item, gates, here[3], known[2], sums, to, GATE, H, W, TILES, BITS, MMA)
             if GATE:
                 gl.thread_barrier()
                 gl.atomic_add(lists[5] + known[0], 1, sem="release", scope="gpu")
@@ -166,10 +138,44 @@ def _phase(
 
 
 @gluon.jit
-def _draw(tickets, LANES: gl.constexpr):
-    """One lane draws the next item's number; nobody waits for it before `_drawn`."""
+def _step(
+    x, sums, step, LEFT: gl.constexpr, ring, at, own, following, eights, STEPS: gl.constexpr, TILES: gl.constexpr,
+    GATE_TILES: gl.constexpr, DOWN_TILES: gl.constexpr, H: gl.constexpr, W: gl.constexpr, D: gl.constexpr,
+    SHORT: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
+    WORDS: gl.constexpr, SCALES: gl.constexpr, INPUTS: gl.constexpr,
+):  # fmt: skip
+    """128 inputs of all of an item's tiles, a stage of the ring each; D - 1 stages ahead are asked for meanwhile. LEFT: steps
+    that the item still has, 0 if enough; what lies behind them is of the item `following` = (its weights, whether they are of
+    the first product, whether there is one). Returns the sums and the ring's place."""
+    operand = mma.operand(x, INPUTS, B)
+    starts = mma.starts(operand, eights, 1, GROUP, MMA, B)
+    added = ()
+    for tile in gl.static_range(TILES):
+        async_copy.wait_group(D - 2)
+        current = ring[0].index(at).load(gl.SliceLayout(1, WORDS))
+        scale = ring[1].index(at).load(SCALES).to(gl.float32)
+        place = gl.where(at == 0, D - 1, at - 1)  # the one that was read last
+        if LEFT == 0 or (tile + D - 1) // TILES < LEFT:
+            ahead = step + (tile + D - 1) // TILES + (tile + D - 1) % TILES * STEPS
+            _fetch(ring, place, own[0] + ahead * (BITS // 4), own[1] + ahead * (128 // GROUP))
+        elif following[2]:
+            _fetch_first(ring, place, tile + D - 1 - LEFT * TILES, following[0], following[1], H, W, GATE_TILES, DOWN_TILES,
+                         GROUP, BITS)  # fmt: skip
+        async_copy.commit_group()  # in any case, so that waits can count them
+        added = added + mma.scaled(sums[2 * tile], sums[2 * tile + 1], current, operand, scale, starts, SHORT, 1, GROUP, BITS,
+                                   MMA, WORDS, A, B)  # fmt: skip
+        at = gl.where(at == D - 1, 0, at + 1)
+    return added, at
+
+
+@gluon.jit
+def _draw(tickets, NOW: gl.constexpr, LANES: gl.constexpr):
+    """One lane draws the next item's number; nobody waits for it before `_drawn`. Not NOW: nothing yet."""
     lane = gl.arange(0, 32, LANES)
-    return gl.atomic_add(tickets + lane, lane * 0 + 1, mask=lane == 0, sem="relaxed", scope="gpu")
+    ticket = lane
+    if NOW:  # an address by lane, or the compiler gathers the lanes' additions, which waits
+        ticket = gl.atomic_add(tickets + lane, lane * 0 + 1, mask=lane == 0, sem="relaxed", scope="gpu")
+    return ticket
 
 
 @gluon.jit
@@ -184,25 +190,20 @@ def _of_lane(values, lane: gl.constexpr, LANES: gl.constexpr):
 
 
 @gluon.jit
-def _arrived(ring, at, D: gl.constexpr, WORDS: gl.constexpr, SCALES: gl.constexpr):
-    async_copy.wait_group(D - 2)
-    return ring[0].index(at).load(gl.SliceLayout(1, WORDS)), ring[1].index(at).load(SCALES).to(gl.float32)
-
-
-@gluon.jit
 def _add(a, b):
     return a + b
 
 
 @gluon.jit
 def _read(
-    item, gates, lists, H: gl.constexpr, W: gl.constexpr, GATE_TILES: gl.constexpr, DOWN_TILES: gl.constexpr,
+    item, gates, items, lists, H: gl.constexpr, W: gl.constexpr, GATE_TILES: gl.constexpr, DOWN_TILES: gl.constexpr,
     MMA: gl.constexpr, INPUTS: gl.constexpr, LANES: gl.constexpr,
 ):  # fmt: skip
     """What is to be known of an item, as loaded, so that nothing waits for it yet: its unit, where the unit begins in its
     expert's row, the pair of each input row and of each output column; and, by lanes, the slot, the expert's pairs, the
     first pair, how many of the unit's gate/up items are done."""
     first, slot_of, counts, table, room, ready = lists
+    item = gl.minimum(item, items - 1)
     unit = gl.where(item < gates, item // (W // 16 // GATE_TILES), (item - gates) // (H // 32 // DOWN_TILES))
     expert = gl.sum((first <= unit).to(gl.int32), 0) - 1
     begin = (unit - gl.max(gl.where(first <= unit, first, 0), 0)) * 8
@@ -246,11 +247,9 @@ def _fetch_first(
     DOWN_TILES: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of one of an item's first stages, of whichever product it is."""
-    ahead = gl.where(
-        gate,
-        stage % GATE_TILES * (H // 128) + stage // GATE_TILES,
-        stage % DOWN_TILES * (W // 128) + stage // DOWN_TILES,
-    )
+    first: gl.constexpr = stage % GATE_TILES * (H // 128) + stage // GATE_TILES
+    second: gl.constexpr = stage % DOWN_TILES * (W // 128) + stage // DOWN_TILES
+    ahead = gl.where(gate, first, second)
     _fetch(ring, at, own[0] + ahead * (BITS // 4), own[1] + ahead * (128 // GROUP))
 
 
@@ -271,23 +270,26 @@ def _load(source, rows, GATE: gl.constexpr, INPUTS: gl.constexpr):
 
 @gluon.jit
 def _store(
-    item, tile: gl.constexpr, gates, pair, count, low, high, to, GATE: gl.constexpr, H: gl.constexpr, W: gl.constexpr,
-    TILES: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr,
+    item, gates, pair, count, sums, to, GATE: gl.constexpr, H: gl.constexpr, W: gl.constexpr, TILES: gl.constexpr,
+    BITS: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     row = gl.arange(0, 16, gl.SliceLayout(1, MMA))
     mask = (gl.arange(0, 8, gl.SliceLayout(0, MMA)) < count)[None, :] & (row[:, None] >= 0)
-    if GATE:
-        at = to + pair[None, :] * W + ((item % (W // 16 // TILES) * TILES + tile) * 16 + row)[:, None]
-        gl.store(at, mma.activation(low, high, row[:, None], BITS), mask=mask)
-    else:
-        at = to + pair[None, :] * H + (((item - gates) % (H // 32 // TILES) * TILES + tile) * 32 + row)[:, None]
-        gl.store(at, low * mma.UNSCALE, mask=mask)
-        gl.store(at + 16, high * mma.UNSCALE, mask=mask)
+    first = item % (W // 16 // TILES) if GATE else (item - gates) % (H // 32 // TILES)
+    for tile in gl.static_range(TILES):
+        low, high = sums[2 * tile], sums[2 * tile + 1]
+        if GATE:
+            at = to + pair[None, :] * W + ((first * TILES + tile) * 16 + row)[:, None]
+            gl.store(at, mma.activation(low, high, row[:, None], BITS), mask=mask)
+        else:
+            at = to + pair[None, :] * H + ((first * TILES + tile) * 32 + row)[:, None]
+            gl.store(at, low * mma.UNSCALE, mask=mask)
+            gl.store(at + 16, high * mma.UNSCALE, mask=mask)
 
 
 @gluon.jit
 def _await(seen, counter, fault, ALL: gl.constexpr):
-    """Until all gate/up items of a unit are done. Patience at an end means a launch that was not resident: `fault` says so."""
+    """Until all gate/up items of a unit are done. Patience at an end means that who drew one hangs: `fault` says so."""
     tries = 0
     while (seen < ALL) & (tries < _PATIENCE):
         seen = gl.load(counter, volatile=True)

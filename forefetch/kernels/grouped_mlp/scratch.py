@@ -9,7 +9,6 @@ from torch import Tensor
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat, blob_bytes
 from forefetch.kernels.grouped_mlp.unsummed import Unsummed
 
-
 DIRECT_TOKENS = 6  # up to here a unit of one pair is faster than finding out who shares an expert
 
 
@@ -77,4 +76,4 @@ class MoeScratch:
         """RuntimeError if a call's programs waited for one another in vain; reads the device, so not inside a graph."""
         if int(self.fault):
             self.reset()
-            raise RuntimeError("the expert kernel's programs were not resident together; its results are wrong")
+            raise RuntimeError("the expert kernel's programs waited for one another in vain; its results are wrong")

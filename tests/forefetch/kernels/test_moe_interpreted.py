@@ -102,7 +102,12 @@ def run_direct(
     scratch, out = pool.scratch(tokens, top_k, call.x.dtype), torch.full((tokens, hidden), torch.nan)
     ids = scratch.ids if logits is not None else call.ids.int()
     shared = {
-        **{"ids": ids, "weights": call.weights if logits is None else scratch.weights, "logits": ids if logits is None else logits, "slot_of": pool.slot_of},
+        **{
+            "ids": ids,
+            "weights": call.weights if logits is None else scratch.weights,
+            "logits": ids if logits is None else logits,
+            "slot_of": pool.slot_of,
+        },
         **{"pool": pool.pool.view(torch.int32), "pool_half": pool.pool.view(torch.float16), "live": scratch.live},
         **{"constants": constants(form.bits), "stride": pool.pool.stride(0) // 2048, "row_stride": hidden // 2},
         **{"H": hidden, "W": pool.width, "E": experts, "K": top_k, "TYPE": call.x.dtype, "TILES": tiles},
@@ -143,7 +148,7 @@ def test_few_tokens_from_logits() -> None:
     assert worst(pool, call, out) <= 1
 
 
-@pytest.mark.parametrize("tuning", [Tuning(), Tuning(gate_tiles=2, stages=4), Tuning(down_tiles=2)], ids=str)
+@pytest.mark.parametrize("tuning", [*fragment.TUNING.values(), Tuning(gate_tiles=2)], ids=["one", "two", "both"])
 @pytest.mark.parametrize(("form", "hidden"), [(FORMATS[0], 256), (FORMATS[2], 128), (FORMATS[1], 512)], ids=str)
 def test_a_batch(form: ExpertFormat, hidden: int, tuning: Tuning) -> None:
     """More than eight tokens for an expert, one program with item after item; copies as late as they may be."""
