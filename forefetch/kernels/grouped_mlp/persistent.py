@@ -68,10 +68,10 @@ def experts(
             _fetch_first(ring, stage, stage, own, item < gates, H, W, GATE_TILES, DOWN_TILES, GROUP, BITS)
             async_copy.commit_group()
         state = (item, here, known, own, 0)
-        state = _phase(state, gates, items, x, h_half, lists, ring, eights, tickets, fault, stride, True, H, W, K, D, GATE_TILES,
-                       DOWN_TILES, SHORT, GROUP, BITS, MMA, A, B, WORDS, SCALES, INPUTS, LANES)  # fmt: skip
-        state = _phase(state, gates, items, h, y, lists, ring, eights, tickets, fault, stride, False, H, W, K, D, GATE_TILES,
-                       DOWN_TILES, SHORT, GROUP, BITS, MMA, A, B, WORDS, SCALES, INPUTS, LANES)  # fmt: skip
+        state = _phase(state, gates, items, x, h_half, lists, ring, eights, tickets, fault, stride, True, H, W, K, D,
+                       GATE_TILES, DOWN_TILES, SHORT, GROUP, BITS, MMA, A, B, WORDS, SCALES, INPUTS, LANES)  # fmt: skip
+        state = _phase(state, gates, items, h, y, lists, ring, eights, tickets, fault, stride, False, H, W, K, D,
+                       GATE_TILES, DOWN_TILES, SHORT, GROUP, BITS, MMA, A, B, WORDS, SCALES, INPUTS, LANES)  # fmt: skip
         async_copy.wait_group(0)
         item = state[0]
     if item == items + gl.num_programs(0) - 1:  # the last ticket: nobody draws another one
