@@ -21,6 +21,7 @@ from forefetch.hints import ExpertHint
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat, Kind, blob_bytes, pack
 from forefetch.kernels.grouped_mlp.moe import moe, moe_from_logits, unsummed_from_logits
 from forefetch.kernels.grouped_mlp.scratch import MoeScratch
+from forefetch.kernels.grouped_mlp.tally import tally
 from forefetch.kernels.grouped_mlp.unsummed import Unsummed
 from forefetch.spec import ModelSpec
 from forefetch.weights import Checkpoint, load_expert
@@ -165,8 +166,7 @@ class PackedExperts:
 
     def settle(self, idle: Tensor) -> None:
         """Counts the pairs of the step whose layers `route` evaluated; idle [T, 1] marks rows that are padding."""
-        chosen = self._chosen[:, : len(idle)].masked_fill(idle, -1).flatten(1).long() % self._load.shape[1]
-        self._load.scatter_add_(1, chosen, torch.ones_like(chosen))
+        tally(self._load, self._chosen[:, : len(idle)], idle)
 
     def lane_scratch(self, rows: int) -> MoeScratch:
         """Scratch for `evaluate` with up to `rows` rows."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from forefetch.kernels.attention import ChunkPlan, PagedPlan
+from forefetch.kernels.staged import LINES, bring
 from router_service.pages import SCRATCH
 from router_service.scheduler import Chunk, Plan
 
@@ -91,15 +92,12 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class Staging:
-    """One set of host memory that steps are put together in.
+    """One set of host memory that steps are put together in. `rows`: `kernels.staged.LINES`. `told`: what the step chooses."""
 
-    `rows` [6, T]: ids, positions, slots, rows that choose a token; rows whose id is not known yet, and which of the last step's
-    choices it will be. `paged`: lengths, lanes and loaded pages of all decode rows, then their pages: one copy brings what
-    changed of it."""
-
-    rows: torch.Tensor  # int64
-    paged: torch.Tensor  # int32, flat
+    rows: torch.Tensor  # [8, T] int64
+    table: torch.Tensor  # [B, pages] int32: the pages of decode rows, brought when they changed
     chunks: torch.Tensor  # int32, flat: of fixed layouts
+    told: torch.Tensor  # [B] int64
 
 
 class StepBuffers:
@@ -125,27 +123,37 @@ class StepBuffers:
         self.buckets = (*(b for b in buckets if b < max_tokens), max_tokens) if buckets else ()
         max_batch = self.max_batch = next((b for b in self.buckets if b >= max_batch), max_batch)  # as it is padded
         pinned = device.type == "cuda"
-        paged_words = max_batch * (3 + max_pages) if paged else 0
+        self._paged, width = paged, max(max_tokens, max_batch)
         self._stagings = [
             Staging(
-                torch.zeros((6, max_tokens), dtype=torch.int64, pin_memory=pinned),
-                torch.zeros(paged_words, dtype=torch.int32, pin_memory=pinned),
+                torch.zeros((len(LINES), width), dtype=torch.int64, pin_memory=pinned),
+                torch.zeros((max_batch if paged else 0, max_pages), dtype=torch.int32, pin_memory=pinned),
                 torch.zeros(chunk_words, dtype=torch.int32, pin_memory=pinned),
+                torch.zeros(max_batch, dtype=torch.int64, pin_memory=pinned),
             )
             for _ in range(2)
         ]
         self._staging = self._stagings[0]
         self._table = torch.zeros((max_batch, max_pages), dtype=torch.int64)
-        self._rows, self._paged, self._chunks = (torch.zeros_like(part, device=device) for part in vars(self._staging).values())
+        self._rows = torch.zeros((4, width), dtype=torch.int64, device=device)
+        self._placed = torch.zeros((3, max_batch if paged else 0), dtype=torch.int32, device=device)
+        self._there = torch.zeros_like(self._staging.table, device=device)
+        self._chunks = torch.zeros_like(self._staging.chunks, device=device)
         self.chosen = torch.zeros(max_batch, dtype=torch.int64, device=device)
         """What the last launched step chooses, in the order of its choices; `fill` reads it for ids that are owed."""
         self._tabled: list[tuple[int, ...]] = [()] * max_batch  # whose pages each row of the table holds
         self._stale = False  # the device's table is behind
 
+    @property
+    def landing(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the choice of the step that was filled last goes: `chosen`, and host memory that is its own until the next step
+        but one is filled."""
+        return self.chosen, self._staging.told
+
     def fill(self, step: int, plan: Plan, trace: bytes = b"") -> StepBatch:
         """The plan as tensors; they are valid until the next fill."""
         rows = self._turn()
-        owed = self._place_decodes(plan)
+        self._place_decodes(plan)
         at, prefills, logit_rows = len(plan.decodes), [], list(range(len(plan.decodes)))
         for chunk in plan.prefills:
             end = at + chunk.count
@@ -158,8 +166,8 @@ class StepBuffers:
         rows[:3, at:padded] = 0
         rows[2, at:padded] = SCRATCH * self.page_size
         rows[3, : len(logit_rows)] = logit_rows
-        batch = self._batch(step, plan, at, padded, tuple(prefills), len(logit_rows), owed)
-        if len(self._paged):
+        batch = self._batch(step, plan, at, padded, tuple(prefills), len(logit_rows))
+        if self._paged:
             batch = self._paged_rows(batch, len(batch.lengths) if prefills else padded)
         return replace(batch, trace=trace) if trace else batch
 
@@ -170,42 +178,31 @@ class StepBuffers:
 
     def _paged_rows(self, batch: StepBatch, count: int) -> StepBatch:
         """The step with `count` decode rows, idle ones behind the real, whose places are read on the device."""
-        real, width, fixed = len(batch.lengths), self._table.shape[1], 3 * self.max_batch
-        host = self._staging.paged.numpy()
-        rows = host[:fixed].reshape(3, self.max_batch)
-        rows[:, :real] = batch.lengths, batch.lanes, batch.loaded
-        rows[:, real:count] = 0
-        changed = fixed
         if self._stale:
-            self._stale, changed = False, len(host)
-            host[fixed:] = self._table.numpy().ravel()
-        self._paged[:changed].copy_(self._staging.paged[:changed], non_blocking=True)
-        placed = self._paged[:fixed].view(3, self.max_batch)[:, :count]
-        table = self._paged[fixed : fixed + count * width].view(count, width)
-        return replace(batch, decodes=count, paged=PagedPlan(table, placed[0]), held=placed[1:])
+            self._stale = False
+            self._staging.table.copy_(self._table)
+            self._there.copy_(self._staging.table, non_blocking=True)
+        placed = self._placed[:, :count]
+        return replace(batch, decodes=count, paged=PagedPlan(self._there[:count], placed[0]), held=placed[1:])
 
-    def _place_decodes(self, plan: Plan) -> int:
-        """Fills ids, positions and slots of the decode rows, and the table where a row has another request than before. Returns
-        how many ids are only known to the device, or not even there yet."""
+    def _place_decodes(self, plan: Plan) -> None:
+        """Fills all lines of the decode rows, and the table where a row has another request than before. An id that is only
+        known to the device, or not even there yet, is named by its source."""
         size, decodes = self.page_size, plan.decodes
-        ids, owed = [], list[tuple[int, int]]()
+        ids, sources = [], []
         for row, chunk in enumerate(decodes):
             request, pages = chunk.request, chunk.request.pages
             if self._tabled[row] is not pages:
                 self._table.numpy()[row, : len(pages)] = pages
                 self._tabled[row], self._stale = pages, True
-            if chunk.start < len(request.tokens):
-                ids.append(request.tokens[chunk.start])
-            else:
-                ids.append(0)
-                owed.append((row, request.source))
-        starts = [chunk.start for chunk in decodes]
+            known = chunk.start < len(request.tokens)
+            ids.append(request.tokens[chunk.start] if known else 0)
+            sources.append(-1 if known else request.source)
         slots = [chunk.request.pages[chunk.start // size] * size + chunk.start % size for chunk in decodes]
-        rows = self._staging.rows.numpy()
-        rows[:3, : len(decodes)] = ids, starts, slots
-        if owed:
-            rows[4:, : len(owed)] = tuple(zip(*owed, strict=True))
-        return len(owed)
+        rows, n = self._staging.rows.numpy(), len(decodes)
+        rows[:3, :n] = ids, [chunk.start for chunk in decodes], slots
+        rows[4:, :n] = sources, *_held(plan)
+        rows[4, n:], rows[5:, n:] = -1, 0
 
     def _place(self, rows: np.ndarray, chunk: Chunk) -> None:
         """Fills ids, positions and slots of a prompt's chunk."""
@@ -215,16 +212,13 @@ class StepBuffers:
         rows[2] = pages[positions // self.page_size] * self.page_size + positions % self.page_size
 
     def _batch(
-        self, step: int, plan: Plan, tokens: int, padded: int, prefills: tuple[PrefillRows, ...], sampled: int, owed: int
+        self, step: int, plan: Plan, tokens: int, padded: int, prefills: tuple[PrefillRows, ...], sampled: int
     ) -> StepBatch:
-        """The staged rows on the device, `owed` ids taken from what the last step chose."""
+        """The staged rows on the device, ids that are owed taken from what the last step chose."""
         decodes = len(plan.decodes)
-        lengths = [chunk.start + 1 for chunk in plan.decodes]
+        lengths, lanes, loaded = _held(plan)
         width = -(-max(lengths, default=1) // self.page_size)
-        self._rows.copy_(self._staging.rows, non_blocking=True)
-        if owed:
-            to, source = self._rows[4:, :owed]
-            self._rows[0].index_copy_(0, to, self.chosen[source])
+        bring(self._staging.rows, self.chosen, self._rows, self._placed, max(padded, sampled))
         return StepBatch(
             step=step,
             tokens=tokens,
@@ -236,9 +230,16 @@ class StepBuffers:
             lengths=lengths,
             prefills=prefills,
             logit_rows=self._rows[3, :sampled],
-            lanes=[chunk.request.lane for chunk in plan.decodes],
-            loaded=[chunk.request.loaded_blocks for chunk in plan.decodes],
+            lanes=lanes,
+            loaded=loaded,
         )
+
+
+def _held(plan: Plan) -> tuple[list[int], list[int], list[int]]:
+    """Of each decode row: positions it may attend to, lane, loaded pages."""
+    requests = [chunk.request for chunk in plan.decodes]
+    lengths = [chunk.start + 1 for chunk in plan.decodes]
+    return lengths, [request.lane for request in requests], [request.loaded_blocks for request in requests]
 
 
 def chunk_rows(first: int, chunk: Chunk) -> PrefillRows:

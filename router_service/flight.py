@@ -96,7 +96,4 @@ def _choice(buffers: StepBuffers, logits: Tensor, choosing: tuple[Chunk, ...], a
     if not (choosing or ahead or logits.is_cuda):
         return None
     params = [chunk.request.admitted.sampling for chunk in choosing]
-    choice = choose(logits, params, [chunk.end for chunk in choosing], keep=ahead)
-    if ahead:
-        buffers.chosen[: len(choosing)].copy_(choice.ids)
-    return choice
+    return choose(logits, params, [chunk.end for chunk in choosing], into=buffers.landing if ahead else None)

@@ -87,7 +87,7 @@ class Loader:
     def head(self, embedding: torch.Tensor) -> torch.Tensor | Rounded:
         """[V, H], or 8 bits of it, [H, V]; the embedding [V, H] if it is tied to that."""
         head = embedding if self.spec.tied_embeddings else self("lm_head.weight")
-        return Rounded.of(*torch.split(head, HEAD_ROWS)) if self.rounded else head
+        return projection(Rounded.of(*torch.split(head, HEAD_ROWS)), self.dtype) if self.rounded else head
 
     def _mlp(self, prefix: str) -> Mlp:
         w13 = self._turned(self(prefix + "gate_proj.weight"), self(prefix + "up_proj.weight"))

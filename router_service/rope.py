@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies per scaling type. The rotation itself is `forefetch.kernels.qkv.rotate`.
+"""Rotary position embedding: frequencies per scaling type. Tables and rotation are `forefetch.kernels.qkv`'s.
 
 Sources: RoPE, arXiv 2104.09864; YaRN, arXiv 2309.00071; "linear" is position interpolation, arXiv 2306.15595; "llama3" as
 published with Llama 3.1. Halves of the head dim are paired (i with i + D/2), as all supported checkpoints do.
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from forefetch.kernels.qkv import tables
 from forefetch.spec import RopeSpec
 
 
@@ -24,9 +25,7 @@ class Rope:
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """positions [T] -> cos, sin [T, 1, D], both halves filled, ready to broadcast over heads."""
-        angles = positions.to(torch.float32)[:, None] * self.frequencies  # [T, D/2]
-        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-        return (angles.cos() * self.attention_factor).to(dtype), (angles.sin() * self.attention_factor).to(dtype)
+        return tables(positions, self.frequencies, self.attention_factor, dtype)
 
 
 def _scaled(spec: RopeSpec, base: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, float]:

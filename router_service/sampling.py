@@ -60,9 +60,12 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
     return choose(logits, params, positions).read()
 
 
-def choose(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], *, keep: bool = False) -> Choice:
-    """`sample` without waiting for the device. `keep`: the logits will be overwritten before the choice is read."""
-    attempt = _attempt(logits, params, positions, WIDTHS[0])
+def choose(
+    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], *, into: tuple[Tensor, Tensor] | None = None
+) -> Choice:
+    """`sample` without waiting for the device. `into`, for a step whose logits will be overwritten before the choice is read:
+    int64 [>= B] on the device where `Choice.ids` go, and [>= B] on the host, pinned, the choice's own until it is read."""
+    attempt, keep = _attempt(logits, params, positions, WIDTHS[0], into), into is not None
     doubtful = any(p.temperature > 0 or p.top_logprobs is not None for p in params)
     if keep and doubtful:
         logits = logits.clone()
@@ -74,12 +77,14 @@ _BAD, _UNSETTLED = -1, -2
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """ids [B] int64, valid in every row; told: ids or _BAD or _UNSETTLED [B], then the tables of rows `asking`, M = `most`."""
+    """ids [B] int64, valid in every row; told: ids or _BAD or _UNSETTLED [B], then the tables of rows `asking`, M = `most`.
+    `landed`: told is host memory, and there when the device has come so far."""
 
     ids: Tensor
     told: Tensor
     asking: list[int]
     most: int
+    landed: bool = False
 
 
 class Choice:
@@ -91,8 +96,9 @@ class Choice:
         self._attempt, self._logits, self._params, self._positions = attempt, logits, params, positions
         self._told, self._ready = attempt.told, None
         if logits.is_cuda:
-            self._told = torch.empty(attempt.told.shape, dtype=attempt.told.dtype, pin_memory=True)
-            self._told.copy_(attempt.told, non_blocking=True)
+            if not attempt.landed:
+                self._told = torch.empty(attempt.told.shape, dtype=attempt.told.dtype, pin_memory=True)
+                self._told.copy_(attempt.told, non_blocking=True)
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record()
 
@@ -114,11 +120,20 @@ class Choice:
         return sampled
 
 
-def _attempt(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], width: int) -> _Attempt:
-    best = argmax(logits)
-    ids = best.clamp_min(0)
+def _attempt(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    width: int,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> _Attempt:
     drawing = [row for row, p in enumerate(params) if p.temperature > 0]
     asking = [row for row, p in enumerate(params) if p.top_logprobs is not None]
+    if into is not None and not drawing and not asking:
+        best = argmax(logits, into)
+        return _Attempt(into[0][: len(best)], best, asking, 0, landed=True)
+    best = argmax(logits)
+    ids = best.clamp_min(0) if into is None else torch.clamp(best, min=0, out=into[0][: len(best)])
     if not drawing and not asking:
         return _Attempt(ids, best, asking, 0)
     most = min(max((params[row].top_logprobs or 0 for row in asking), default=0), logits.shape[1])

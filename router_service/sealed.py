@@ -27,6 +27,7 @@ from torch import Tensor
 from forefetch.device import upload
 from forefetch.kernels.attention import ChunkPlan, Rows, plan_chunks
 from forefetch.kernels.attention.sealed import SealedKv, SealedPlan
+from forefetch.kernels.attention.sealed_plan import Placed, place_sealed
 from forefetch.kernels.kv_codec import KvFormat, move_tails, seal_tails
 from forefetch.spec import ModelSpec
 from router_service.batch import PrefillRows, StepBatch
@@ -112,13 +113,9 @@ class SealedCache:
         exact = self.exact.step(batch, dtype, scale) if self.exempt else None
         self.prepare(batch)
         chunks, most = self._chunks(batch)
-        plan, positions = self._paged_plan(batch) if batch.paged is not None else self._listed_plan(batch)
-        places = (plan.tail * self.format.tail_tokens + positions - plan.sealed * self.page_size).long()
-        if batch.chunked is not None:
-            own = (self.lanes + 1) * self.format.tail_tokens
-            places = torch.cat((places, torch.arange(own, own + batch.layout[1], device=places.device)))
+        plan, places, positions = self._paged_plan(batch) if batch.paged is not None else self._listed_plan(batch)
         early = None if self.recordable(batch) else positions < self.format.sinks
-        return SealedStep(self, batch, plan, places, positions.long(), early, chunks, most, exact, scale)
+        return SealedStep(self, batch, plan, places, positions, early, chunks, most, exact, scale)
 
     def prepare(self, batch: StepBatch) -> None:
         """The first chunk behind a cached prefix brings the sinks that came with it into its lane."""
@@ -131,22 +128,21 @@ class SealedCache:
         """Unless a decode row still writes sinks."""
         return min(batch.lengths, default=self.format.sinks + 1) > self.format.sinks
 
-    def _listed_plan(self, batch: StepBatch) -> tuple[SealedPlan, Tensor]:
-        """What decode rows read, and their positions, from the host's lists."""
+    def _listed_plan(self, batch: StepBatch) -> Placed:
+        """What decode rows read and write, from the host's lists."""
         device, positions = self.pages.device, [length - 1 for length in batch.lengths]
         sealed = [self.sealed(at, loaded) for at, loaded in zip(positions, batch.loaded, strict=True)]
         numbers = torch.tensor([sealed, batch.lengths, batch.lanes, positions], dtype=torch.int32).to(device)
-        return SealedPlan(batch.page_table.int().to(device), numbers[0], numbers[1], numbers[2]), numbers[3]
+        plan = SealedPlan(batch.page_table.int().to(device), numbers[0], numbers[1], numbers[2])
+        places = numbers[2] * self.format.tail_tokens + numbers[3] - numbers[0] * self.page_size
+        return Placed(plan, places.long(), numbers[3])
 
-    def _paged_plan(self, batch: StepBatch) -> tuple[SealedPlan, Tensor]:
+    def _paged_plan(self, batch: StepBatch) -> Placed:
         """The same worked out on the device: nothing depends on the host. Idle rows have a lane of their own."""
         assert batch.paged is not None
         assert batch.held is not None
-        lengths, format = batch.paged.lengths, self.format
-        positions = (lengths - 1).clamp_min(0)
-        sealed = torch.maximum((positions - format.recent).clamp_min(0) // format.page, batch.held[1])
-        lanes = torch.where(lengths > 0, batch.held[0], self.lanes)
-        return SealedPlan(batch.paged.table, sealed, lengths.clamp_min(1), lanes), positions
+        rows = batch.decodes + (batch.layout[1] if batch.chunked is not None else 0)
+        return place_sealed(batch.paged.table, batch.paged.lengths, batch.held, self.format, self.lanes, rows)
 
     def _chunks(self, batch: StepBatch) -> tuple[ChunkPlan | None, int]:
         """Prompt rows as kernels take them, and how many pages they fill at most."""

@@ -33,7 +33,7 @@ class SealedStep:
     batch: StepBatch
     plan: SealedPlan
     places: Tensor  # [decodes or R] int64
-    positions: Tensor  # [decodes] int64
+    positions: Tensor  # [decodes]
     early: Tensor | None  # [decodes] bool; None: none
     chunks: ChunkPlan | None  # None: no prompt rows
     filled: int  # pages that they fill at most
@@ -75,7 +75,7 @@ class SealedStep:
         cache.layer_rows(place).tails.flatten(2, 3).index_copy_(2, self.places[: self.batch.decodes], new)
         if self.early is not None and cache.format.sinks:
             lanes = self.plan.tail[self.early].long()
-            cache.sinks[place][:, :, lanes, self.positions[self.early]] = new[:, :, self.early]
+            cache.sinks[place][:, :, lanes, self.positions[self.early].long()] = new[:, :, self.early]
 
     def _chunked(self, place: int, q: Tensor, chunks: ChunkPlan) -> Tensor:
         """The chunks' rows, which are in place: pages sealed, queries answered."""

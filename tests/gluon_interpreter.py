@@ -148,7 +148,7 @@ class Interpreter:
             "async_copy": self.copies(),
             "fence_async_shared": lambda: None,
             "warpgroup_mma": lambda a, b, acc, is_async: mma(a, Value(b.data), acc),
-            "warpgroup_mma_wait": lambda count, deps: deps[0],
+            "warpgroup_mma_wait": lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
             **BY_NAME,
         }
 

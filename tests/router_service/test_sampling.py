@@ -221,11 +221,12 @@ def test_cuda_draws_the_cpus_tokens_and_does_not_wait_to_choose() -> None:
     params = [p if p.top_k == 0 or p.temperature < 2 else GREEDY for p in mixed_params(random.Random(1), 48)]
     logits = torch.randn(48, 1500, generator=torch.Generator().manual_seed(2)) * 8
     expected, there = sample(logits, params, range(48)), logits.cuda()
+    landing = torch.zeros(48, dtype=torch.int64, device="cuda"), torch.zeros(48, dtype=torch.int64, pin_memory=True)
     try:
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            sampling.choose(there, params, range(48), keep=True)
+            sampling.choose(there, params, range(48), into=landing)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not [w for w in caught if "synchroniz" in str(w.message)], [str(w.message) for w in caught]

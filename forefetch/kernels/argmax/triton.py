@@ -19,17 +19,18 @@ INFINITY = tl.constexpr(0x7F800000)
 INDEX = tl.constexpr(0x7FFFFFFF)
 
 
-def argmax(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor, into: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """See the package. ValueError for rows that are not contiguous."""
     rows, width = logits.shape
     if logits.stride(1) != 1:
         raise ValueError(f"rows of {width} values with strides {logits.stride()} are not contiguous")
     shares = triton.cdiv(width, SHARE)
     keys = torch.empty((rows, shares), dtype=torch.int64, device=logits.device)
-    ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    ids = torch.empty(rows, dtype=torch.int64, device=logits.device) if into is None else into[1][:rows]
     pdl = early(logits)
     _partial[(rows, shares)](logits, keys, logits.stride(0), width, shares, SHARE=SHARE, BLOCK=BLOCK, **pdl, num_warps=4)
-    _final[(rows,)](keys, ids, shares, SHARES=triton.next_power_of_2(shares), **pdl, num_warps=1)
+    form = {"SHARES": triton.next_power_of_2(shares), "TWICE": into is not None, **pdl}
+    _final[(rows,)](keys, ids, ids if into is None else into[0], shares, **form, num_warps=1)
     return ids
 
 
@@ -50,10 +51,12 @@ def _partial(logits, keys, stride, width, shares, SHARE: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def _final(keys, ids, shares, SHARES: tl.constexpr, PDL: tl.constexpr):
+def _final(keys, ids, valid, shares, SHARES: tl.constexpr, TWICE: tl.constexpr, PDL: tl.constexpr):
     released(PDL)
     row, at = tl.program_id(0), tl.arange(0, SHARES)
     key = tl.max(tl.load(keys + row * shares + at, mask=at < shares, other=-0x8000000000000000), 0)
     order = key >> 32
     finite = (order < INFINITY) & (order > (-INFINITY - 1))
     tl.store(ids + row, tl.where(finite, INDEX - (key & INDEX), -1))
+    if TWICE:
+        tl.store(valid + row, tl.where(finite, INDEX - (key & INDEX), 0))

@@ -30,7 +30,7 @@ def few_rows(x: Tensor, weight: Matrix) -> Tensor:
             found = _waiting(x, weight)
             found = _planned(x, weight, plans.plain) if found is None else found
         else:
-            found = _held(x, weight) if weight.fragments else _planned(x, weight, plans.rounded)
+            found = _fragments(x, weight) if weight.fragments else _planned(x, weight, plans.rounded)
         if found is not None:
             return found
     return times(x, weight)
@@ -42,7 +42,7 @@ def times(x: Tensor, weight: Matrix) -> Tensor:
         return x @ weight
     if not x.is_cuda or x.element_size() != 2:
         return x @ weight.dense(x.dtype)
-    found = _held(x, weight) if weight.fragments else _planned(x, weight, plans.undivided)
+    found = _fragments(x, weight) if weight.fragments else _planned(x, weight, plans.undivided)
     if found is not None:
         return shared(found, x.dtype)
     from forefetch.kernels.few_rows import opened
@@ -66,15 +66,18 @@ def _waiting(x: Tensor, weight: Tensor) -> Tensor | None:
     return waiting.product(x.contiguous(), weight, plan)
 
 
-def _held(x: Tensor, weight: Rounded) -> Tensor | None:
-    from forefetch.kernels.few_rows import held
+def _fragments(x: Tensor, weight: Rounded) -> Tensor | None:
+    from forefetch.kernels.few_rows import held, streamed
 
-    plan = plans.held(len(x), *weight.shape)
+    if (wide := plans.streamed(len(x), *weight.shape)) is not None:
+        return streamed.product(x.contiguous(), weight, wide)
+    plan = plans.held(len(x), *weight.shape) if weight.shape[1] < plans.LEAST_STREAMED else None
     return None if plan is None else held.product(x.contiguous(), weight, plan)
 
 
 def projection(weight: Rounded, dtype: torch.dtype) -> Rounded:
-    """A weight as it is best kept for products of up to 64 rows of `dtype` whose shares the next kernel adds up."""
+    """A weight as it is best kept for products of up to 64 rows of `dtype`: a projection's, whose shares the next kernel adds
+    up, or a head's."""
     inner, outer = weight.shape
     fits = weight.codes.is_cuda and dtype == torch.bfloat16 and inner % 512 == 0 and outer % 64 == 0
     return weight.arranged() if fits and _hopper(weight.codes.device) else weight

@@ -54,7 +54,7 @@ def product(x: Tensor, weight: Rounded, plan: HeldPlan) -> Tensor:
     form = {"num_warps": plan.warps, **({"maxnreg": plan.registers} if plan.registers else {})}
     sizes = {"K": inner, "N": outer, "EACH": plan.each, **early(x)}
     words = weight.codes.view(torch.int32)
-    _held[grid](x, words, weight.scales, out, rows, **sizes, **_layouts(height, plan.warps), **form)
+    _held[grid](x, words, weight.scales, out, rows, **sizes, **layouts(height, plan.warps), **form)
     return out if shares > 1 else out[0]
 
 
@@ -64,7 +64,7 @@ def rows_of_a_program(rows: int) -> int:
 
 
 @cache
-def _layouts(rows: int, warps: int) -> dict[str, Any]:
+def layouts(rows: int, warps: int) -> dict[str, Any]:
     """Who holds what."""
     linear, groups = gl.DistributedLinearLayout, warps // 4
     acc = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, rows, 16])

@@ -14,6 +14,10 @@ MOST_UNDIVIDED = 128
 """Rows up to which 8-bit codes are read again for each 64 of them; with more, multiplying them out first costs less."""
 
 
+LEAST_STREAMED = 16384
+"""Columns from which on a weight fills the machine without being cut along K, and lies so."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """`shares` of K; `columns` and `rows` per program (rows 0: all of them). `whole`: the share's weight at once, before
@@ -36,6 +40,14 @@ class HeldPlan:
     each: int
     warps: int
     registers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedPlan:
+    """Two or more `tiles` of 128 outputs a program, `ring` steps of 128 inputs of x on their way."""
+
+    tiles: int
+    ring: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +108,18 @@ def held(rows: int, inner: int, outer: int) -> HeldPlan | None:
     return found if 0 < rows <= MOST_ROWS else None
 
 
+def streamed(rows: int, inner: int, outer: int) -> StreamedPlan | None:
+    """[rows, inner] x [inner, outer], a head's, with codes in fragment order and in one share."""
+    fits = inner % 128 == 0 and inner >= 1024 and outer % 64 == 0 and outer >= LEAST_STREAMED
+    return StreamedPlan(3, 3 if rows > 32 else 4) if fits and 0 < rows <= MOST_UNDIVIDED else None
+
+
 def gate(rows: int, outer: int, inner: int) -> Plan | None:
     """[rows, inner] x [outer, inner]: few columns, in one share."""
     if rows <= 16 and inner & (inner - 1) == 0 and inner <= 4096:
         found = Plan("whole", 1, 4, inner, rows=min(4, 1 << (max(1, rows) - 1).bit_length()))
     elif inner == 2048:
-        found = Plan("split", 1, 16, inner // 8, warps=8, rows=16)
+        found = Plan("split", 1, 16, inner // 8, warps=8, rows=8)
     else:
         found = Plan("steps", 1, 16, 256, 4)
     return found if inner >= 1024 and outer % found.columns == 0 and _fits(found, rows, inner) else None

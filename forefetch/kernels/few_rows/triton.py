@@ -62,7 +62,8 @@ def _launch(
     if plan.form == "whole":
         _whole[grid](*tensors, **sizes, **where, ROWS=each, **form)
     elif plan.form == "split":
-        _split[grid](*tensors, **sizes, **where, M=each, DEPTH=plan.depth, **form)
+        # Registers are named, so that the assembler has the whole share on its way and not one line after the other.
+        _split[grid](*tensors, **sizes, **where, M=each, DEPTH=plan.depth, maxnreg=128, **form)
     else:
         _steps[grid](*tensors, **sizes, **where, M=each, DEPTH=plan.depth, **form)
 
@@ -110,7 +111,8 @@ def _split(
     K: tl.constexpr, N: tl.constexpr, EACH: tl.constexpr, SCALED: tl.constexpr, BY_TILE: tl.constexpr, BY_K: tl.constexpr,
     BY_COLUMN: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same on tensor cores: pieces of DEPTH of K by different warps, whose sums are added at the end."""
+    """The same on tensor cores: pieces of DEPTH of K by different warps, whose sums are added at the end. Columns are the first
+    operand, of which there must be 16, so that 8 rows are enough for a program."""
     tile, share, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     PIECES: tl.constexpr = EACH // DEPTH
     c, m, n, k = tl.arange(0, PIECES), block * M + tl.arange(0, M), tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
@@ -118,18 +120,18 @@ def _split(
     inner = share * EACH + c[:, None] * DEPTH + k[None, :]  # [C, DEPTH]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    at = weight + tile.to(tl.int64) * BY_TILE + inner[:, :, None] * BY_K + n[None, None, :] * BY_COLUMN
-    columns = tl.load(at, mask=(column < N)[None, None, :], other=0)
+    at = weight + tile.to(tl.int64) * BY_TILE + inner[:, None, :] * BY_K + n[None, :, None] * BY_COLUMN
+    columns = tl.load(at, mask=(column < N)[None, :, None], other=0)
     if SCALED:
         scale = tl.load(scales + column, mask=column < N, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    values = tl.load(x + m[None, :, None] * K + inner[:, None, :], mask=(m < rows)[None, :, None], other=0.0)
-    total = tl.sum(tl.dot(values, columns.to(x.dtype.element_ty), input_precision="ieee"), 0)
+    values = tl.load(x + m[None, None, :] * K + inner[:, :, None], mask=(m < rows)[None, None, :], other=0.0)
+    total = tl.sum(tl.dot(columns.to(x.dtype.element_ty), values, input_precision="ieee"), 0)
     if SCALED:
-        total *= scale[None, :]
-    to = out + (share * rows + m[:, None]) * N + column[None, :]
-    tl.store(to, total.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (column < N)[None, :])
+        total *= scale[:, None]
+    to = out + (share * rows + m[None, :]) * N + column[:, None]
+    tl.store(to, total.to(out.dtype.element_ty), mask=(m < rows)[None, :] & (column < N)[:, None])
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -32,6 +32,9 @@ def place(
     if PDL:
         tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
+    k = tl.arange(0, HP)
+    if CONVERT:  # on its way while experts are chosen
+        value = tl.load(x + program.to(tl.int64) * x_row + k, mask=k < H, other=0.0)
     if CHOOSE:
         expert = tl.arange(0, EP)
         chosen, rank, weight = top_k(logits + program.to(tl.int64) * logits_row, E, K, EP, RENORMALISE)
@@ -48,8 +51,7 @@ def place(
     held = known & (slot >= 0)
     at = tl.atomic_add(counts + expert, 1, mask=held, sem="relaxed")
     if CONVERT:
-        k = tl.arange(0, HP)
-        value = tl.load(x + program.to(tl.int64) * x_row + k, mask=k < H, other=0.0).to(tl.float32)
+        value = value.to(tl.float32)
         if DIVIDE:
             value = tl.where((k & 2) == 0, value, value * 0.0625)
         tl.store(x_half + program * H + k, value.to(tl.float16), mask=k < H)

@@ -12,6 +12,10 @@ from torch import Tensor
 from forefetch.kernels.grouped_mlp.unsummed import Unsummed
 from forefetch.kernels.pdl import early, released
 
+REGISTERS = 128
+"""A thread's at most where pairs are added up. Named, so that the assembler uses them: left to itself it takes 40 and loads one
+pair after the other. Shares of K are few enough, and with more registers their kernel finds no room beside the product's."""
+
 
 def add_rms_norm(x: Tensor, y: Tensor | Unsummed | None, weight: Tensor, eps: float, alpha: float) -> tuple[Tensor, Tensor]:
     """See the package. ValueError for rows that are not contiguous."""
@@ -26,7 +30,8 @@ def add_rms_norm(x: Tensor, y: Tensor | Unsummed | None, weight: Tensor, eps: fl
     form: dict[str, Any] = {"HIDDEN": hidden, "BLOCK": block, **early(x)}
     form["num_warps"] = min(8, max(1, block // 256))  # whatever y is: the sum of squares is ordered by it
     if isinstance(y, Unsummed):
-        _weigh_rms_norm[(rows,)](x, *_parts(y, rows), weight, total, normed, x.stride(0), eps, alpha, **_sizes(y, rows), **form)
+        form |= _sizes(y, rows)
+        _weigh_rms_norm[(rows,)](x, *_parts(y, rows), weight, total, normed, x.stride(0), eps, alpha, maxnreg=REGISTERS, **form)
     else:
         _check(y, rows)
         other = x if y is None else y

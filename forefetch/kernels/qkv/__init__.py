@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from forefetch.kernels.qkv import ref
 from forefetch.kernels.qkv.ref import rotate
 
-__all__ = ["HeadNorms", "enter", "rotate"]
+__all__ = ["HeadNorms", "enter", "rotate", "tables"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,16 @@ class HeadNorms:
     q: Tensor
     k: Tensor
     eps: float
+
+
+def tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """positions [T] int64, float32 frequencies [D / 2] -> cos, sin [T, 1, D] of `dtype` times factor, both halves filled, ready
+    to broadcast over heads."""
+    if positions.is_cuda:
+        from forefetch.kernels.qkv import rope
+
+        return rope.tables(positions, frequencies, factor, dtype)
+    return ref.tables(positions, frequencies, factor, dtype)
 
 
 def enter(

@@ -39,6 +39,13 @@ def enter(
     return q
 
 
+def tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See the package."""
+    angles = positions.to(torch.float32)[:, None] * frequencies  # [T, D/2]
+    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, D] rotated by its positions' angles; cos, sin [T, 1, D]."""
     half = x.shape[-1] // 2

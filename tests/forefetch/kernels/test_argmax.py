@@ -37,3 +37,18 @@ def test_every_width_and_tie(device: str, width: int) -> None:
     assert triton.argmax(logits).tolist() == ref.argmax(logits).tolist()
     with pytest.raises(ValueError, match="contiguous"):
         triton.argmax(wide[:, ::2]) if width > 1 else triton.argmax(wide.T)
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_a_choice_goes_where_the_next_step_and_the_host_look(device: str) -> None:
+    logits = torch.tensor([values for values, _ in ROWS], device=device)
+    expected = [token for _, token in ROWS]
+    for run in (triton.argmax, ref.argmax, argmax):
+        chosen = torch.full((9,), -7, device=device)
+        told = torch.full((9,), -7, pin_memory=device == "cuda")
+        found = run(logits, (chosen, told))
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert found.data_ptr() == told.data_ptr()
+        assert told.tolist() == [*expected, -7, -7]
+        assert chosen.tolist() == [*(max(0, token) for token in expected), -7, -7]

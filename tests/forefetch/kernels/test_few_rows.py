@@ -85,7 +85,7 @@ def test_codes_are_the_nearest_of_their_row() -> None:
 FORMS = [
     (1, 96, 40, Plan("whole", 3, 16, 32, rows=1)),
     (3, 128, 40, Plan("whole", 1, 8, 128, rows=2)),
-    (5, 128, 40, Plan("split", 2, 16, 16, rows=16)),
+    (5, 128, 40, Plan("split", 2, 16, 16, rows=8)),
     (17, 96, 40, Plan("steps", 3, 32, 32, 3)),
     (70, 96, 33, Plan("steps", 1, 16, 32, 2, rows=16)),
 ]

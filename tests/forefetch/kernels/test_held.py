@@ -29,7 +29,7 @@ def interpreted(x: Tensor, weight: Rounded, plan: HeldPlan, eager: bool) -> Tens
     out = torch.full((inner // plan.each, rows, outer), torch.nan)
     height = held.rows_of_a_program(rows)
     grid = outer // (16 * plan.warps), inner // plan.each, -(-rows // height)
-    layouts = [height if name == "M" else plan.warps if name == "WARPS" else None for name in held._layouts(height, plan.warps)]
+    layouts = [height if name == "M" else plan.warps if name == "WARPS" else None for name in held.layouts(height, plan.warps)]
     words = weight.codes.view(torch.int32)
     Interpreter(eager).run(held._held, grid, x, words, weight.scales, out, rows, inner, outer, plan.each, False, *layouts)
     return out
