@@ -43,7 +43,6 @@ HIDDEN, DTYPE, EXPERTS, TOP_K, MAX_ROWS = 2048, torch.bfloat16, 128, 8, 64
 INFO = WorkerInfo("echo", "echo", 0, 1, {0: tuple(range(EXPERTS))}, HIDDEN, DTYPE, "cpu", "echo", MAX_ROWS, shm.domain())
 
 
-NOTHING = wire.Verified()
 _copy = ctypes.PyDLL(None).memmove  # keeps the GIL, as experts of one row that a kernel evaluates
 _copy.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
@@ -56,7 +55,7 @@ class Echo:
 
     def forward(self, call: wire.LayerCall, out: torch.Tensor, source: str = "") -> tuple[int, wire.Verified]:
         _copy(out.data_ptr(), call.x.data_ptr(), out.nbytes)
-        return 0, NOTHING
+        return 0, wire.NOTHING
 
 
 class BareEcho(expert_pb2_grpc.ExpertServiceServicer):
@@ -102,7 +101,7 @@ def through(link: client.Link, call: wire.LayerCall) -> Callable[[], None]:
 
 @contextmanager
 def bare_stream(address: str, call: wire.LayerCall) -> Iterator[Callable[[], None]]:
-    request = expert_pb2.ForwardRequest(frame=bytes(wire.request_bytes(*call.sizes, DTYPE)))
+    request = expert_pb2.ForwardRequest(frame=bytes(wire.request_bytes(*call.form.sizes, DTYPE)))
     outbox: SimpleQueue[Any] = SimpleQueue()
     with rpc.channel(address) as channel:
         replies = expert_pb2_grpc.ExpertServiceStub(channel).Forward(iter(outbox.get, None))

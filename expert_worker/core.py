@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import add
 from time import perf_counter_ns
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from forefetch.errors import ForefetchError
 from forefetch.frames import FrameBuffer
 from forefetch.hints import ExpertHint
 from forefetch.version import VERSION
-from forefetch.wire import Verified
+from forefetch.wire import NOTHING, Verified
 
 log = logging.getLogger("forefetch.expert")
 
@@ -61,16 +60,8 @@ class WorkerInfo:
         return wire.reply_bytes(max_rows, self.hidden_size, self.dtype)
 
 
-_NOTHING = Verified()
-
-
-class Spent(NamedTuple):
-    """Where a call's time went."""
-
-    queue_ns: int
-    copy_wait_ns: int
-    compute_ns: int
-    verified: Verified = _NOTHING
+Spent = tuple[int, int, int, Verified]
+"""Where a call's time went, in ns: waiting for its turn, waiting for copies, computing."""
 
 
 class Turn:
@@ -111,7 +102,7 @@ class Core:
         self.info, self.experts = info, experts
         self.calls = self.rows = self.pairs = self.errors = self.compute_ns = self.copy_wait_ns = 0
         self.hints = self.hints_dropped = 0
-        self.verified = _NOTHING
+        self.verified = NOTHING
         self._shape, self._host = info.shape(), info.device == "cpu"
         self.turn = Turn()  # who holds it is alone with the experts
 
@@ -127,15 +118,15 @@ class Core:
             began = perf_counter_ns()
             copy_ns, verified = self._evaluate(call, out, source)
             compute_ns = perf_counter_ns() - began - copy_ns
-            rows, _, pairs = call.sizes
+            rows, _, pairs = call.form.sizes
             self.calls += 1
             self.rows += rows
             self.pairs += pairs
             self.compute_ns += compute_ns
             self.copy_wait_ns += copy_ns
-            if verified != _NOTHING:
+            if verified != NOTHING:
                 self.verified = Verified(*map(add, self.verified, verified))
-        return Spent(began - asked, copy_ns, compute_ns, verified)
+        return began - asked, copy_ns, compute_ns, verified
 
     def _evaluate(self, call: wire.LayerCall, out: Tensor, source: str) -> tuple[int, Verified]:
         if self._host:

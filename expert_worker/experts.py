@@ -209,7 +209,7 @@ class Experts:
             slots = [self.shelf.place_of[number] for number in pairs.experts] if self.shelf else pairs.experts
             one.run(range(len(pairs.experts)), slots)
         else:
-            uses = uses_of(pairs.counts, call.sizes[0])
+            uses = uses_of(pairs.counts, call.form.sizes[0])
             with Visit(self.residency, (source, call.step, layer), pairs.experts, uses) as visit:
                 self._run_waves(one, pairs.experts, visit)
             waited, verified = visit.stall_ns, visit.verified()
@@ -227,7 +227,7 @@ class Experts:
 
     def _sort(self, call: LayerCall, layer: int) -> Pairs:
         """The call's pairs, experts as numbers. BadRequest for values that make no sense."""
-        row, expert, rows = call.pair_row, call.pair_expert, call.sizes[0]
+        row, expert, rows = call.pair_row, call.pair_expert, call.form.sizes[0]
         if row.size and row.view(np.uint32).max() >= rows:  # as unsigned, a negative index is too large as well
             raise BadRequest("pair_row", f"a row index is outside 0..{rows - 1}")
         if not np.isfinite(call.pair_weight).all():

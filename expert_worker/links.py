@@ -84,8 +84,8 @@ class SingleLink(Link):
         """As Link.submit; RuntimeError while a call is outstanding."""
         if self._call is not None:
             raise RuntimeError("the previous call has not been collected")
-        info = self.info
-        if call.x.dtype != info.dtype or len(call.sizes) != 3 or call.sizes[1] != info.hidden_size:
+        info, form = self.info, call.form
+        if form.hidden != info.hidden_size or form.dtype != info.dtype:
             agreed = f"{info.hidden_size} x {info.dtype}"
             raise Mismatch(f"rows are {tuple(call.x.shape)} {call.x.dtype}, the worker's {agreed}")
         self._since_ns = perf_counter_ns()
@@ -135,7 +135,7 @@ class LocalLink(SingleLink):
         out = torch.empty_like(call.x)
         try:
             queue_ns, copy_wait_ns, compute_ns, verified = self.core.forward(call, out)
-            self._answer = LayerReply(out, queue_ns, copy_wait_ns, compute_ns, 0, *verified)
+            self._answer = LayerReply(out, queue_ns, copy_wait_ns, compute_ns, 0, verified)
         except ForefetchError as error:
             self._answer = error
 
@@ -199,7 +199,7 @@ class GrpcLink(WiredLink):
         if max(request, reply) + HEADROOM > rpc.MESSAGE_LIMIT:
             limit = f"gRPC carries {rpc.MESSAGE_LIMIT} at most; lower the router's --max-step-tokens"
             raise Mismatch(f"{max_rows} rows make frames of {request} bytes; {limit}")
-        self._request, self._reply = FrameBuffer.allocate(request), FrameBuffer.allocate(reply)
+        self._room, self._reply = request, FrameBuffer.allocate(reply)
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         self._deadline = 0.0
         self._closed = threading.Event()
@@ -225,7 +225,7 @@ class GrpcLink(WiredLink):
                 return
 
     def _send(self, call: LayerCall) -> None:
-        self._messages.put(self._request.seal(wire.encode_request(self._request, call)))
+        self._messages.put(wire.request_message(self._room, call))
 
     def _receive(self, call: LayerCall, timeout_s: float) -> LayerReply:
         self._deadline = deadline = monotonic() + timeout_s

@@ -221,7 +221,7 @@ class PackedExperts:
 
 def dense(call: LayerCall, held: Sequence[int], top_k: int) -> tuple[Tensor, Tensor]:
     """A call's pairs -> ids int32, weights [N, K]; places without a pair have id -1. BadRequest for what makes no sense."""
-    row, expert, rows = call.pair_row, call.pair_expert, call.sizes[0]
+    row, expert, rows = call.pair_row, call.pair_expert, call.form.sizes[0]
     if row.size and row.view(np.uint32).max() >= rows:  # as unsigned, a negative index is too large as well
         raise BadRequest("pair_row", f"a row index is outside 0..{rows - 1}")
     if not np.isfinite(call.pair_weight).all():

@@ -48,7 +48,7 @@ class ShadowedExperts(Experts):
     def _evaluate(self, call: LayerCall, layer: int, pairs: Pairs, out: Tensor, source: str) -> tuple[int, Verified]:
         assert self.residency is not None
         one = evaluation(call.x.to(self._device), pairs, self.pool.weights)
-        uses = uses_of(pairs.counts, call.sizes[0])
+        uses = uses_of(pairs.counts, call.form.sizes[0])
         with Visit(
             self.residency, (source, call.step, layer), pairs.experts, uses, lambda missing, under_way: missing
         ) as visit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,7 +24,8 @@ HEADROOM = 32
 """Bytes before a frame: `seal` puts protobuf's tag and length there, and with them rows begin on a cache line, which halves
 the time of a copy."""
 T = TypeVar("T")
-_KEPT = 256  # shapes whose views are kept
+KEPT = 256
+"""Shapes of which what was worked out is kept."""
 
 # Keeps the GIL, as ctypes' own memmove does not: giving it away can cost more than a small copy.
 _memmove = ctypes.PyDLL(None).memmove
@@ -48,16 +50,41 @@ class Layout(NamedTuple):
     end: int  # bytes of the frame
     rows_bytes: int
     pair_bytes: int  # of each pair section
+    pairs: struct.Struct  # all three, from `row` on
+
+    def pair_parts(self, row: Ints, expert: Ints, weight: Floats) -> tuple[bytes, bytes, bytes]:
+        """What `pairs` packs. ValueError if a part has another size, which struct would cut or fill up."""
+        parts = row.tobytes(), expert.tobytes(), weight.tobytes()
+        if not len(parts[0]) == len(parts[1]) == len(parts[2]) == self.pair_bytes:
+            raise ValueError(f"pairs of {row.nbytes}, {expert.nbytes}, {weight.nbytes} bytes do not fit into {self}")
+        return parts
 
 
-@lru_cache(_KEPT)
+@lru_cache(KEPT)
 def layout(rows: int, hidden: int, pairs: int, itemsize: int) -> Layout:
     """The layout of a request of these sizes."""
     rows_bytes, pair_bytes = rows * hidden * itemsize, 4 * pairs
     row = (HEADER_BYTES + rows_bytes + 31) & ~31
     expert = (row + pair_bytes + 31) & ~31
     weight = (expert + pair_bytes + 31) & ~31
-    return Layout(row, expert, weight, weight + pair_bytes, rows_bytes, pair_bytes)
+    one, gap = f"{pair_bytes}s", f"{expert - row - pair_bytes}x"
+    pairs_of = struct.Struct(one + gap + one + gap + one)
+    return Layout(row, expert, weight, weight + pair_bytes, rows_bytes, pair_bytes, pairs_of)
+
+
+def bytes_of(x: Tensor, size: int) -> bytes:
+    """x's elements in order, from any device. ValueError if they are not `size` bytes."""
+    if x.nbytes != size:
+        raise ValueError(f"{x.nbytes} bytes of rows are not {size}")
+    if not x.is_cpu or not x.is_contiguous():
+        x = x.to("cpu").contiguous()
+    return _at(x.data_ptr(), size).raw
+
+
+@lru_cache(KEPT)
+def _at(address: int, size: int) -> ctypes.Array[ctypes.c_char]:
+    """Memory as it is seen while somebody else holds it: steps use the same few blocks again and again."""
+    return (ctypes.c_char * size).from_address(address)
 
 
 class FrameBuffer:
@@ -74,7 +101,7 @@ class FrameBuffer:
         self._size = len(self.memory)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(room)) + HEADROOM
         self._sections: dict[tuple[int, int, int, torch.dtype], Sections] = {}
-        self.accepted: dict[tuple[object, ...], Any] = {}
+        self.accepted: dict[object, Any] = {}
 
     @staticmethod
     def allocate(size: int) -> FrameBuffer:
@@ -91,20 +118,14 @@ class FrameBuffer:
         if not x.is_cpu or not x.is_contiguous():
             x = x.to("cpu").contiguous()
         _memmove(self._address + HEADER_BYTES, x.data_ptr(), at.rows_bytes)
-        memory, size = self.memory, at.pair_bytes
-        try:
-            memory[at.row : at.row + size] = row.tobytes()
-            memory[at.expert : at.expert + size] = expert.tobytes()
-            memory[at.weight : at.weight + size] = weight.tobytes()
-        except ValueError:
-            raise ValueError(f"pairs of {row.nbytes}, {expert.nbytes}, {weight.nbytes} bytes do not fit into {at}") from None
+        at.pairs.pack_into(self.memory, at.row, *at.pair_parts(row, expert, weight))
 
     def sections(self, rows: int, hidden: int, pairs: int, dtype: torch.dtype) -> Sections:
         """Views for these sizes. ValueError when they do not fit."""
         key = rows, hidden, pairs, dtype
         found = self._sections.get(key)
         if found is None:
-            if len(self._sections) >= _KEPT:
+            if len(self._sections) >= KEPT:
                 self._sections.clear()
             at = layout(rows, hidden, pairs, dtype.itemsize)
             found = self._sections[key] = Sections(
@@ -115,9 +136,9 @@ class FrameBuffer:
             )
         return found
 
-    def accept(self, key: tuple[object, ...], found: T) -> T:
-        """Keeps `found` as what a header with these fields means here."""
-        if len(self.accepted) >= _KEPT:
+    def accept(self, key: object, found: T) -> T:
+        """Keeps `found` as what `key`, of a header, means here."""
+        if len(self.accepted) >= KEPT:
             self.accepted.clear()
         self.accepted[key] = found
         return found
@@ -133,20 +154,20 @@ class FrameBuffer:
         Protobuf's own classes would copy the frame twice on each side; a message of one `bytes` field is a tag, a length and
         the bytes.
         """
-        start, head = _head(size)
-        self._room[start:HEADROOM] = head
-        return bytes(self._room[start : HEADROOM + size])
+        around = envelope(size)
+        around.headed.pack_into(self._room, around.start, around.head)
+        message: bytes = around.whole.unpack_from(self._room, around.start)[0]
+        return message
 
     def unseal(self, message: bytes) -> int:
         """Takes in the frame of a serialised ForwardRequest or ForwardResponse; its bytes. BadRequest: none, or too long.
 
         It is copied, since a message is neither aligned nor writable.
         """
-        length = len(message)
-        start, head, size = _message(length)
-        if size <= self._size and head and message.startswith(head):
-            self._room[start : start + length] = message
-            return size
+        around = _around(len(message))
+        if around is not None and around.size <= self._size and message.startswith(around.head):
+            around.whole.pack_into(self._room, around.start, message)
+            return around.size
         frame = _payload(message)
         size = len(frame)
         if size > self._size:
@@ -155,28 +176,33 @@ class FrameBuffer:
         return size
 
 
-@lru_cache(_KEPT)
-def _head(size: int) -> tuple[int, bytes]:
-    """Where the head of a message with a frame of `size` bytes begins, and the head: field 1, length-delimited."""
+class Envelope(NamedTuple):
+    """A message with one frame of `size` bytes and nothing else."""
+
+    head: bytes  # the tag of field 1, and the length
+    start: int  # where it begins in a room
+    size: int
+    headed: struct.Struct  # the head
+    whole: struct.Struct  # the message as one string of bytes
+
+
+@lru_cache(KEPT)
+def envelope(size: int) -> Envelope:
+    """What is around a frame of `size` bytes."""
     length, head = size, bytearray(b"\x0a")
     while length > 0x7F:
         head.append(length & 0x7F | 0x80)
         length >>= 7
     head.append(length)
-    return HEADROOM - len(head), bytes(head)
+    whole = struct.Struct(f"{len(head) + size}s")
+    return Envelope(bytes(head), HEADROOM - len(head), size, struct.Struct(f"{len(head)}s"), whole)
 
 
-@lru_cache(_KEPT)
-def _message(length: int) -> tuple[int, bytes, int]:
-    """Of a message of `length` bytes that is one frame and nothing else: where its head begins, the head, the frame's bytes.
-
-    b"" for the head when there can be no such message.
-    """
-    for size in range(max(0, length - 11), length):
-        start, head = _head(size)
-        if len(head) + size == length:
-            return start, head, size
-    return 0, b"", 0
+@lru_cache(KEPT)
+def _around(length: int) -> Envelope | None:
+    """The envelope of a message of `length` bytes that is one frame and nothing else; None when there can be no such message."""
+    sizes = range(max(0, length - 11), length)
+    return next((around for around in map(envelope, sizes) if around.whole.size == length), None)
 
 
 def _payload(message: bytes) -> memoryview:

@@ -95,11 +95,11 @@ class Dispatch:
     def _submit(self, worker: Worker, call: LayerCall, rows: torch.Tensor | None) -> None:
         link = worker.link
         assert link is not None
-        sent = Sent(worker, link, rows, call.sizes[0])
+        sent = Sent(worker, link, rows, call.form.sizes[0])
         self._guard(worker, lambda: link.submit(call))
         self._sent[-1].append(sent)
         worker.calls += 1
-        worker.pairs += call.sizes[2]
+        worker.pairs += call.form.sizes[2]
 
     def add(self, out: torch.Tensor, layer: int, stamps: StepStamps) -> int:
         """Waits for the outstanding replies and adds their rows to out [T, H]. LinkDown when a worker is lost.
@@ -113,10 +113,9 @@ class Dispatch:
             self._add_rows(out, sent, reply)
             parts = (reply.queue_ns, reply.copy_wait_ns, reply.compute_ns)
             stamps.call(layer, sent.worker.index, sent.count, reply.round_trip_ns, *parts)
-            found = (reply.hits, reply.late, reply.misses, reply.resident)
-            moved = (reply.wasted_bytes, reply.copied_bytes, reply.copy_ns)
-            stamps.verified(layer, sent.worker.index, *found, *moved, reply.shadowed)
-            sent.worker.copies |= bool(reply.hits or reply.late or reply.misses)
+            found = reply.verified
+            stamps.verified(layer, sent.worker.index, *found)
+            sent.worker.copies |= bool(found.hits or found.late or found.misses)
             slowest = max(slowest, sum(parts))
         self._sent.popleft()
         return slowest

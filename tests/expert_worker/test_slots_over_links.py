@@ -121,8 +121,8 @@ def test_a_failing_copy_reaches_the_router_as_an_error_and_the_link_goes_on(kind
         link.submit(call)
         reply = link.collect(20.0)
         torch.testing.assert_close(reply.rows, model.answer(call), rtol=1e-5, atol=1e-5)
-        assert reply.hits == 0
-        assert reply.copied_bytes > 0
+        assert reply.verified.hits == 0
+        assert reply.verified.copied_bytes > 0
     finally:
         link.close()
         serving.stop()
