@@ -116,7 +116,11 @@ class Core:
         asked = perf_counter_ns()
         with self.turn:
             began = perf_counter_ns()
-            copy_ns, verified = self._evaluate(call, out, source)
+            if self._host:
+                copy_ns, verified = self.experts.forward(call, out, source)
+            else:
+                with on(self.info.device):
+                    copy_ns, verified = self.experts.forward(call, out, source)
             compute_ns = perf_counter_ns() - began - copy_ns
             rows, _, pairs = call.form.sizes
             self.calls += 1
@@ -127,12 +131,6 @@ class Core:
             if verified != NOTHING:
                 self.verified = Verified(*map(add, self.verified, verified))
         return began - asked, copy_ns, compute_ns, verified
-
-    def _evaluate(self, call: wire.LayerCall, out: Tensor, source: str) -> tuple[int, Verified]:
-        if self._host:
-            return self.experts.forward(call, out, source)
-        with on(self.info.device):
-            return self.experts.forward(call, out, source)
 
     def hint(self, hint: ExpertHint, source: str = "") -> None:
         """Takes a hint in; one that is of no use is counted and dropped. Raises nothing, waits for no call."""

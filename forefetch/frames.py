@@ -200,7 +200,7 @@ def envelope(size: int) -> Envelope:
 
 @lru_cache(KEPT)
 def _around(length: int) -> Envelope | None:
-    """The envelope of a message of `length` bytes that is one frame and nothing else; None when there can be no such message."""
+    """The envelope of a message of `length` bytes that is one frame and nothing else; None when there can be none."""
     sizes = range(max(0, length - 11), length)
     return next((around for around in map(envelope, sizes) if around.whole.size == length), None)
 

@@ -250,7 +250,7 @@ def decode_reply(frame: FrameBuffer, size: int, call: LayerCall) -> LayerReply:
         raise _other_answer(frame, size, call)
     if body != form.at.rows_bytes or size < HEADER_BYTES + body:
         _check_body(size, body, HEADER_BYTES + form.at.rows_bytes)
-    verified = NOTHING if last == _NOTHING and not shadowed else Verified(*VERIFIED.unpack(last), shadowed)
+    verified = NOTHING if last == _NOTHING and not shadowed else Verified(*VERIFIED.unpack(last), shadowed)  # type: ignore[call-arg]
     return LayerReply(reply_rows(frame, call), queue_ns, copy_wait_ns, compute_ns, 0, verified)
 
 

@@ -69,7 +69,8 @@ def test_calls_are_answered_and_counted() -> None:
     reply = answered(core, call)
     assert torch.equal(reply.rows, call.x + 1)
     assert reply.copy_wait_ns == 7
-    assert (reply.verified.hits, reply.verified.late, reply.verified.misses, reply.verified.wasted_bytes, reply.verified.copied_bytes) == (1, 0, 0, 0, 2**40)
+    assert reply.verified[:3] == (1, 0, 0)
+    assert (reply.verified.wasted_bytes, reply.verified.copied_bytes) == (0, 2**40)
     assert core.verified == Verified(hits=1, copied_bytes=2**40)
     assert core.copy_wait_ns == 7
     assert reply.compute_ns > 0

@@ -208,6 +208,32 @@ def test_a_truncated_reply_is_refused() -> None:
         wire.decode_reply(frame, 50, call)
 
 
+@pytest.mark.parametrize("trace", TRACES)
+@pytest.mark.parametrize("pairs", [0, 4, 8])
+def test_a_message_is_the_frame_sealed(pairs: int, trace: bytes) -> None:
+    for dtype in DTYPES:
+        call = a_call(pairs=pairs, dtype=dtype, trace=trace)
+        size = wire.request_bytes(*call.form.sizes, dtype)
+        frame = FrameBuffer.allocate(size)  # what is between sections is zero in a message
+        frame.memory[:] = bytes(size)
+        assert wire.request_message(size, call) == frame.seal(wire.encode_request(frame, call))
+        with pytest.raises(BadRequest, match="rows"):
+            wire.request_message(size - 1, call)
+
+
+def test_a_message_is_of_the_rows_as_they_are_now() -> None:
+    """Their memory is looked at by address, and views of it are kept."""
+    call = a_call()
+    for x in (call.x.fill_(1.0), call.x.fill_(2.0), torch.randn(5, 3).t()):
+        call.x = x
+        frame = FrameBuffer.allocate(500)
+        size = frame.unseal(wire.request_message(500, call))
+        assert torch.equal(decoded(frame, call, size).x, x)
+    call.x = torch.zeros(2, 5)
+    with pytest.raises(ValueError, match="rows"):
+        wire.request_message(500, call)
+
+
 def test_a_shape_once_read_is_still_checked_where_anything_differs() -> None:
     """Decoders remember headers that were right; one that differs in any field but step and layer is looked at again."""
     call = a_call()
