@@ -52,8 +52,8 @@ def prefill_sealed_chunks(
         *(q, k, v, kv.pages, kv.tail_k, kv.tail_v, kv.sink_k, kv.sink_v, out, plan.blocks, plan.chunks, plan.tables),
         *(shares.partial, shares.stats),
         *(scale * math.log2(math.e), kv.pages.shape[1], kv.tail_k.shape[1], kv.tail_k.shape[2], plan.tables.shape[1]),
-        *(q.stride(0), q.stride(1), out.stride(0), out.stride(1), k.stride(0), k.stride(1)),
-        *(format, group, together, BLOCK * together, columns(format), TOKENS, splits),
+        *(q.stride(0), q.stride(1), out.stride(0), out.stride(1), k.stride(0), k.stride(1), splits),
+        *(format, group, together, BLOCK * together, columns(format), TOKENS, splits > 1),
         num_warps=4 * together,
         num_stages=1,
     )
@@ -113,11 +113,11 @@ def _fresh(rows, tail, sinks, token, channel, spans, D: tl.constexpr, SINKS: tl.
         return tl.where(token >= spans[0], own, held)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "splits"])
 def _sealed_chunks(
     q, k, v, pages, tail_k, tail_v, sink_k, sink_v, out, blocks, chunks, tables, partial, stats,
-    scale, n_pages, n_tails, tail_tokens, width, q_row, q_head, out_row, out_head, k_head, k_row,
-    F: tl.constexpr, G: tl.constexpr, H: tl.constexpr, M: tl.constexpr, C: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+    scale, n_pages, n_tails, tail_tokens, width, q_row, q_head, out_row, out_head, k_head, k_row, splits,
+    F: tl.constexpr, G: tl.constexpr, H: tl.constexpr, M: tl.constexpr, C: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Program (block, H query heads of one KV head, split); row i of its M is query i / H, head i % H. Sinks are the first
     split's, float16 tokens the last one's."""
@@ -148,20 +148,20 @@ def _sealed_chunks(
                 key = _fresh(k, tail_k, sink_k + sinks, token, c, spans, D, SINKS)
                 value = _fresh(v, tail_v, sink_v + sinks, token, c, spans, D, SINKS)
                 state = _add(state, query, key, value, (seen > 0)[:, None] & (low + n < SINKS)[None, :], scale)
-        for p in range(split * most // SPLITS, (split + 1) * most // SPLITS):
+        for p in range(split * most // splits, (split + 1) * most // splits):
             number = tl.load(tables + chunk * width + p).to(tl.int64) + kv_head * n_pages
             page = pages + number * _get(F, "blob_bytes")
             for low in range(0, T, N):
                 visible = (p < seen)[:, None] & (p * T + low + n >= SINKS)[None, :]
                 state = _add(state, query, key_tile(page, low, F, C), value_tile(page, low, F, C), visible, scale)
-        for low in range(least * T, tl.where(split == SPLITS - 1, start + count, 0), N):
+        for low in range(least * T, tl.where(split == splits - 1, start + count, 0), N):
             token = low + n[:, None]
             key = _fresh(k + rows, tail_k + tails, sink_k, token, c, spans, D, 0)
             value = _fresh(v + rows, tail_v + tails, sink_v, token, c, spans, D, 0)
             visible = ((low + n)[None, :] >= (seen * T)[:, None]) & ((low + n)[None, :] <= position[:, None])
             state = _add(state, query, key, value, visible, scale)
-        if SPLITS > 1:
-            to = ((first + m // H).to(tl.int64) * (tl.num_programs(1) * H) + first_head + m % H) * SPLITS + split
+        if SPLIT:
+            to = ((first + m // H).to(tl.int64) * (tl.num_programs(1) * H) + first_head + m % H) * splits + split
             tl.store(partial + to[:, None] * D + c, state[2], mask=mine)
             tl.store(stats + to * 2, state[0], mask=m < count * H)
             tl.store(stats + to * 2 + 1, state[1], mask=m < count * H)
