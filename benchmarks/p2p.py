@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--spread", action="store_true", help="two GPUs: half of the experts on each, in one part")
+    parser.add_argument("--slots", default="100%", help="of the worker, whose GPU brings experts in place; no hints")
     parser.add_argument("--write", action="store_true", help="append to results.csv")
     arguments = parser.parse_args()
     for row in hops() if arguments.hop else decodes(arguments):
@@ -117,7 +118,7 @@ def _echo(name: str, shape: LaneShape) -> None:
     inbox = Mapped(shape.inbox_bytes, device)
     outbox = Mapped(shape.outbox_bytes, device, visit(name, inbox.export(), 60.0))
     port = DevicePort(inbox, outbox, shape, torch.bfloat16)
-    state, lock = torch.zeros(2, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    state, lock = torch.zeros(3, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
 
     def turn(answer: bool, wait: bool, patience_s: float = PATIENCE_S) -> None:
         hop.turn(port.asked, port.answered, state, lock, int(patience_s * 1e9), answer=answer, wait=wait)
@@ -142,10 +143,10 @@ def _echo(name: str, shape: LaneShape) -> None:
 
 
 @contextmanager
-def worker_on(device: str, model: str, experts: str, spread: bool = False) -> Iterator[Process]:
-    """A worker process with all experts, or the second half."""
+def worker_on(device: str, model: str, experts: str, spread: bool = False, more: Sequence[str] = ()) -> Iterator[Process]:
+    """A worker process with all experts, or the second half. more: flags."""
     flags = [f"--model={model}", "--allow-synthetic", f"--device={device}", f"--experts={experts}", "--max-rows=512"]
-    flags += ["--shard=1", "--shards=2"] if spread else []
+    flags += [*(["--shard=1", "--shards=2"] if spread else []), *more]
     environment = settings.child_environment()
     process = Process("worker", "expert_worker", flags, environment, on_line=lambda _, line: print("worker:", line))
     process.spawn()
@@ -172,7 +173,8 @@ def decodes(arguments: argparse.Namespace) -> Iterator[Row]:
     """One GPU, then two, by batch."""
     batches, context, steps = [int(part) for part in arguments.batch.split(",")], arguments.context, arguments.steps
     experts = "stored" if arguments.experts == "bfloat16" else arguments.experts
-    with worker_on("cuda:1", arguments.model, experts, arguments.spread) as process:
+    slots = [] if arguments.slots == "100%" else [f"--slots={arguments.slots}", "--miss=in-place"]
+    with worker_on("cuda:1", arguments.model, experts, arguments.spread, slots) as process:
         rig = prepared(arguments.model, arguments.experts, arguments.kv, max(batches), context, steps + WARM + 4)
         process.wait_ready(300.0)
         workers = table_of(rig, process, experts, arguments.spread)
@@ -190,6 +192,7 @@ def decodes(arguments: argparse.Namespace) -> Iterator[Row]:
                 print(f"batch {batch} in {parts}: bit for bit {same}; furthest {share:.2e} of the largest logit", flush=True)
                 print(f"  {workers.lanes}", flush=True)
                 how = "experts on both" if arguments.spread else f"rows in {parts}"
+                how += f", {arguments.slots} in slots" if slots else ""
                 yield from told(f"{what}, batch {batch}, two GPUs, {how}", found)
         workers.close()
 
@@ -260,6 +263,7 @@ def laned(
     own = beside(links[0], shape, device)
     lanes: Any = DeviceLanes(len(links), shape, spec.num_experts, normed, patience_s, device, -1 if own is None else 0)
     how: Any = {"device": device, "patience_s": patience_s, "timeout_s": 60.0}
+    lanes.tells = any(link.info.moves for link in links)
     opener = Opener(lambda link: own if own and link is own.link else open_lane(link, shape, [step], **how))
     experts = LaneExperts(spec, lanes, batch, torch.bfloat16, device, own)
     model = LaneTrunk(rig.trunk, experts, buffers, lanes, workers, opener, lambda layout: step)

@@ -189,6 +189,7 @@ def _describe(channel: grpc.Channel, timeout_s: float) -> WorkerInfo:
         row_pairs=said.row_pairs,
         expert_format=said.expert_format or "stored",
         lanes=said.lanes,
+        moves=said.moves,
     )
 
 

@@ -44,6 +44,7 @@ class WorkerInfo:
     generation: int = 0  # grows whenever `layers` changes
     capacity: int = 0  # most experts, all layers together; 0: what it holds is fixed
     row_pairs: int = 0  # most pairs of a row; 0: as many as `layers` names in a layer
+    moves: bool = False  # it has fewer slots than experts, so that hints are of use
     lanes: str = ""  # kind of p2p lanes that it can have: "host", "cuda" or none
 
     def shape(self, max_rows: int | None = None) -> wire.Shape:
@@ -104,6 +105,7 @@ class Core:
         self.hints = self.hints_dropped = 0
         self.verified = NOTHING
         self._shape, self._host = info.shape(), info.device == "cpu"
+        self._counting = threading.Lock()
         self.turn = Turn()  # who holds it is alone with the experts
 
     @property
@@ -128,9 +130,14 @@ class Core:
             self.pairs += pairs
             self.compute_ns += compute_ns
             self.copy_wait_ns += copy_ns
-            if verified != NOTHING:
-                self.verified = Verified(*map(add, self.verified, verified))
+            self.count(verified)
         return began - asked, copy_ns, compute_ns, verified
+
+    def count(self, verified: Verified) -> None:
+        """Adds to what became of hints. Any thread."""
+        if verified != NOTHING:
+            with self._counting:
+                self.verified = Verified(*map(add, self.verified, verified))
 
     def hint(self, hint: ExpertHint, source: str = "") -> None:
         """Takes a hint in; one that is of no use is counted and dropped. Raises nothing, waits for no call."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,16 @@ from torch import Tensor
 
 from expert_worker.convert import Shard, fill
 from expert_worker.host import Host
-from expert_worker.packed import PackedExperts, dense
+from expert_worker.moving import MovingShare, Teller, turn
+from expert_worker.packed import PackedExperts, Share, dense
 from expert_worker.residency import Copied
 from forefetch.errors import BadRequest
 from forefetch.hints import ExpertHint
 from forefetch.kernels import residency
 from forefetch.kernels.grouped_mlp.moe import moe
+from forefetch.kernels.grouped_mlp.scratch import MoeScratch
 from forefetch.kernels.grouped_mlp.unsummed import Unsummed
-from forefetch.kernels.residency.state import COUNTERS, Residents, aligned
+from forefetch.kernels.residency.state import COUNTERS, Mover, Residents, aligned
 from forefetch.weights import Checkpoint
 from forefetch.wire import LayerCall, Verified
 
@@ -49,7 +52,13 @@ class InPlaceExperts(PackedExperts):
         self._forked: set[Any] = set()
         self._idle: Tensor | None = None
         self._hinted_calls = 0  # calls until hints count as having stopped
-        self._launching = threading.Lock()  # hints come from a thread of their own
+        self._hinting = threading.Lock()  # hints come from threads of their own
+        self._hinter = Mover.of(self.state)
+        own: Any = {"mover": Mover.of(self.state), "stream": self._streams[PICKS] if cuda else None}
+        self._own = MovingShare(self._scratch, self.state.counters, **own)  # of calls over other links than lanes
+        self._shares: list[MovingShare] = []
+        self._past = torch.zeros_like(self.state.counters)  # counted by lanes that are gone
+        self._teller = Teller(self.expert_bytes, self._device)
         self._kept: list[object] = []  # what the other streams of a step still read
         self._told = np.zeros(len(COUNTERS), dtype=np.int64)
 
@@ -73,7 +82,8 @@ class InPlaceExperts(PackedExperts):
     @property
     def copied(self) -> Copied:
         """Totals. Waits for the device."""
-        return Copied(bytes=int(self.state.counters[COUNTERS.index("brought")]) * self.expert_bytes)
+        counters = sum((share.counters for share in list(self._shares)), self.state.counters + self._past)
+        return Copied(bytes=int(counters[COUNTERS.index("brought")]) * self.expert_bytes)
 
     @property
     def weight_bytes(self) -> int:
@@ -84,18 +94,17 @@ class InPlaceExperts(PackedExperts):
 
     def run(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], ids, weights [T, K] -> [T, H]; pairs with id -1 count nothing. Valid until the next call."""
-        out = self._evaluated(layer, x, ids, weights)
-        self._join()  # a recorded step may come next, which moves experts too
-        return out
-
-    def _evaluated(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         place, out = self.layers[layer], self._out[: len(x)]
         residency.enter(self.state, place, ids)
         self._move(place, None)
-        self._products(place, x, ids, weights, out)
+        self._products(place, x, ids, weights, out, self._scratch)
+        self._count_layer(place, ids)
+        self._join()  # a recorded step may come next, which moves experts too
+        return out
+
+    def _count_layer(self, place: int, ids: Tensor) -> None:
         chosen = ids.flatten().long() % self._load.shape[1]
         self._load[place].scatter_add_(0, chosen, torch.ones_like(chosen))
-        return out
 
     def route(self, layer: int, x: Tensor, logits: Tensor) -> Tensor:
         """x [T, H], gate logits [T, E] -> [T, H], the choice included. Valid until the next call. `settle` ends the step."""
@@ -104,16 +113,16 @@ class InPlaceExperts(PackedExperts):
         rule = self.spec.gate_rule, self.spec.renormalise
         residency.choose_and_enter(self.state, place, logits, ids, weights, *rule, self._idle)
         self._move(place, (ids, weights))
-        self._products(place, x, ids, weights, out)
+        self._products(place, x, ids, weights, out, self._scratch)
         return out
 
     def unsummed(self, layer: int, x: Tensor, logits: Tensor) -> Tensor | Unsummed:
         """As `route`."""
         return self.route(layer, x, logits)
 
-    def _products(self, place: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
+    def _products(self, place: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, scratch: MoeScratch) -> None:
         """The layer that `enter` has found, into out [T, H]."""
-        moe(x, ids, weights, self.state.base, self.state.rows, out, self._scratch)
+        moe(x, ids, weights, self.state.base, self.state.rows, out, scratch)
 
     def begin(self, idle: Tensor) -> None:
         """A step of whole layers begins; idle [T, 1]: rows that are padding, which need no experts."""
@@ -134,11 +143,11 @@ class InPlaceExperts(PackedExperts):
     def _move(self, place: int, chosen: tuple[Tensor, Tensor] | None) -> None:
         """Heads and copies of a layer whose experts are known, beside everything else."""
         after = self._named(place, chosen)
-        self._hinted_calls = max(0, self._hinted_calls - 1)
-        named = place and (self.ahead is not None or self._hinted_calls)  # then what was missed is named next time, and the
-        least = 0.0 if named else residency.LEAST  # link is busy; the first layer is never named
-        with self._launching:
-            self._bring(place, min(2, len(self.layers) - 1 - place), least, self._beside(PICKS, after))
+        least = 0.0 if place and self.ahead is not None else residency.LEAST  # what is missed is named next time, and the link
+        self._bring(place, self._targets(place), least, self._beside(PICKS, after))  # is busy; the first layer is never named
+
+    def _targets(self, place: int) -> int:
+        return min(2, len(self.layers) - 1 - place)
 
     def _bring(self, place: int, targets: int, least: float, where: AbstractContextManager[Any]) -> None:
         """Choices on one stream, copies on the next, so that the link never waits for a choice, nor a choice for victims."""
@@ -178,15 +187,56 @@ class InPlaceExperts(PackedExperts):
         while self._forked:
             torch.cuda.current_stream(self._device).wait_stream(self._forked.pop())
 
-    # ---- calls over a wire ----
+    # ---- calls over lanes and other links ----
+
+    def share(self, rows: int, source: str = "") -> MovingShare:
+        """See PackedExperts."""
+        plain = super().share(rows, source)
+        beside = torch.cuda.Stream(self._device) if self._streams else None  # type: ignore[no-untyped-call]
+        found = MovingShare(
+            plain.scratch, plain.counters, mover=Mover.of(self.state, plain.counters), stream=beside, source=source
+        )
+        self._shares.append(found)
+        return found
+
+    def evaluate(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, share: Share) -> None:
+        """See PackedExperts. By whoever has the device's lock: one layer is at work at a time."""
+        self._evaluate(self.layers[layer], x, ids, weights, out, share, residency.LEAST)
+
+    def _evaluate(self, place: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, share: Share, least: float) -> None:
+        assert isinstance(share, MovingShare)
+        residency.enter(self.state, place, ids, share.counters, share.fault)
+        share.move(self.state, place, self._targets(place), least)
+        self._products(place, x, ids, weights, out, share.scratch)
+
+    def tell(self, share: Share, told: Tensor) -> None:
+        """See PackedExperts."""
+        self._teller.tell(share.counters, told)
+
+    def join(self, share: Share) -> None:
+        """See PackedExperts."""
+        assert isinstance(share, MovingShare)
+        share.join()
+
+    def leave(self, share: Share) -> None:
+        """See PackedExperts. When nothing of it runs any more."""
+        self._past += share.counters
+        self._shares = [other for other in self._shares if other is not share]
 
     @torch.inference_mode()
     def forward(self, call: LayerCall, out: Tensor, source: str = "") -> tuple[int, Verified]:
         """Fills out [N, H], which may lie on the host. Nothing is waited for; the second number says what was found where."""
         if call.layer not in self.layers:
             raise BadRequest("layer", f"layer {call.layer} has no routed experts")
-        ids, weights = dense(call, self.held, self.spec.top_k)
-        out.copy_(self._evaluated(call.layer, *(part.to(self._device) for part in (call.x, ids, weights))))
+        place, rows = self.layers[call.layer], self._out[: len(call.x)]
+        x, ids, weights = (part.to(self._device) for part in (call.x, *dense(call, self.held, self.spec.top_k)))
+        self._hinted_calls = max(0, self._hinted_calls - 1)
+        least = 0.0 if place and self._hinted_calls else residency.LEAST
+        with self.alone() as fault:
+            self._own.fault = fault
+            self._evaluate(place, x, ids, weights, rows, self._own, least)
+        self._count_layer(place, ids)
+        out.copy_(rows)
         return 0, self.verified(self.state.counters.cpu())
 
     @property
@@ -211,18 +261,19 @@ class InPlaceExperts(PackedExperts):
         place, self._hinted_calls = self.layers[hint.layer], 4 * len(self.layers)
         if place:
             experts, chances = (torch.from_numpy(part)[None, None] for part in (hint.experts, hint.probabilities))
-            with self._launching, self._hinted() as stream:
+            with self._hinting, self._hinted():
                 residency.note(self.state, place, experts.to(self._device), chances.to(self._device))
-                residency.spare(self.state, place - 1)
-                self._bring(place - 1, 1, 0.0, nullcontext(stream))
+                turn(self.state, self._mover_of(source), place - 1, 1, 0.0, afresh=True)
         return True
 
-    @contextmanager
-    def _hinted(self) -> Iterator[Any]:
-        """The stream of choices, without waiting for calls."""
-        stream = self._streams[PICKS] if self._streams else None
-        with torch.cuda.stream(stream) if stream else nullcontext():
-            yield stream
+    def _mover_of(self, source: str) -> Mover:
+        """Of hints; copies count for the lane of the router that sent them, if it has one."""
+        counters = next((share.counters for share in self._shares if share.source == source), self.state.counters)
+        return replace(self._hinter, counters=counters)
+
+    def _hinted(self) -> AbstractContextManager[Any]:
+        """The stream of hints, which waits for no call."""
+        return torch.cuda.stream(self._streams[COPIES]) if self._streams else nullcontext()
 
     def resident(self, layer: int) -> list[int]:
         """The layer's experts that sit in slots, ascending; none for a layer without routed experts. Waits for the device."""

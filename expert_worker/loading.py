@@ -64,7 +64,8 @@ class Loader:
             info = replace(self.info, shard=0, shards=0, capacity=places, row_pairs=row_pairs)
             return Core(info, self._experts(everything, on_progress, places))
         held = self.held(config.shard)
-        return Core(replace(self.info, layers=held), self._experts(held, on_progress))
+        moves = config.slot_count(total := sum(map(len, held.values()))) < total
+        return Core(replace(self.info, layers=held, moves=moves), self._experts(held, on_progress))
 
     def held(self, shard: int) -> dict[int, tuple[int, ...]]:
         """MoE layer -> the shard's experts. ConfigError for a placement that does not fit."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from expert_worker.core import Core
@@ -24,11 +25,11 @@ from forefetch.wire import LayerCall
 
 
 def kind_of(core: Core) -> Literal["", "host", "cuda"]:
-    """The lanes that a worker can have; on a GPU only if all its experts are in its memory. None where experts come and go: who
-    owns which is said when a lane is made."""
+    """The lanes that a worker can have; on a GPU only if its host takes no part in a call. None where a planner's command moves
+    experts, since who owns which is said when a lane is made, and none where answers depend on where experts are."""
     if not core.info.shm_domain or core.info.capacity:
         return ""
-    if isinstance(core.experts, PackedExperts) and not core.experts.moves:
+    if isinstance(core.experts, PackedExperts) and not core.experts.shadows:
         return "cuda" if core.info.device.startswith("cuda") and memory.available() else ""
     return "host" if core.info.device == "cpu" else ""
 
@@ -42,23 +43,23 @@ class HostFollowing(Following):
         if len(segment.request) < self.shape.inbox_bytes or len(segment.reply) < self.shape.outbox_bytes:
             raise Mismatch("data: the segment is too small for the lane")
         self._port = HostPort(segment, self.shape, core.info.dtype)
-        self._number = self._steps = 0
+        self._number = 0
 
-    def step(self, step: Step) -> None:
+    def step(self, step: Step, number: int) -> None:
         """Answers its calls, each once its rows are there."""
-        self._steps += 1
         for place in range(len(self.layers)):
             for first, count in step.cuts():
                 self._number = self._number + 1 & 0xFFFFFFFF
                 self._port.wait(self._port.segment.request_bell, self._number, self.patience_s)
-                self._answer(place, slice(first, first + count))
+                self._answer(number, place, slice(first, first + count))
                 self._port.segment.reply_bell.ring(self._number)
 
-    def _answer(self, place: int, rows: slice) -> None:
+    def _answer(self, step: int, place: int, rows: slice) -> None:
         port = self._port
-        call = call_of(self._steps, self.layers[place], port.x[rows], port.ids[place, rows], port.weights[rows])
+        call = call_of(step, self.layers[place], port.x[rows], port.ids[place, rows], port.weights[rows])
         if len(call.pair_row):
-            self.core.forward(call, port.results[rows], self.source)
+            *_, verified = self.core.forward(call, port.results[rows], self.source)
+            port.told += torch.tensor(verified)
         else:
             port.results[rows] = 0
 

@@ -22,22 +22,22 @@ from forefetch.p2p.lane import LaneShape, Step
 
 
 class Beside:
-    """The lane to a LocalLink. `evaluate` is part of the router's step; recorded steps may hold it, since nothing moves."""
+    """The lane to a LocalLink. `evaluate` is part of the router's step, and recorded with it."""
 
     def __init__(self, link: LocalLink, shape: LaneShape, device: torch.device) -> None:
         """Mismatch when the experts cannot be evaluated within a recorded step."""
         self.link, self.core, self.shape = link, link.core, shape
         self.down = ""
         self.on_down: Callable[[str], None] = lambda reason: None
-        self._layers = sorted(link.info.layers)
+        self._layers, self._number = sorted(link.info.layers), 0
         self._packed: PackedExperts | None = None
         if device.type == "cuda":
             experts = link.core.experts
             if not isinstance(experts, PackedExperts):
                 raise Mismatch("no kernel evaluates experts of this model's sizes and types within a recorded step")
-            if experts.moves:
-                raise Mismatch("over p2p lanes all experts of the local worker must be on the GPU (--slots)")
-            self._packed, self._scratch = experts, experts.lane_scratch(shape.rows)
+            if experts.shadows:
+                raise Mismatch("p2p lanes do not tell what was evaluated from shadows")
+            self._packed, self._share = experts, experts.share(shape.rows)
         self.port = self._port(device)
         self.port.ids.fill_(-1)
 
@@ -60,21 +60,25 @@ class Beside:
         port, layer, rows = self.port, self._layers[place], slice(first, first + count)
         where = port.x[rows], port.ids[place, rows], port.weights[rows]
         if self._packed is not None:
-            self._packed.evaluate(layer, *where, port.results[rows], self._scratch)
+            self._packed.evaluate(layer, *where, port.results[rows], self._share)
             return
-        call = call_of(0, layer, *where)
+        call = call_of(self._number, layer, *where)
         if len(call.pair_row):
-            self.core.forward(call, port.results[rows])
+            *_, verified = self.core.forward(call, port.results[rows])
+            port.told += torch.tensor(verified)
         else:
             port.results[rows] = 0
 
     def settle(self, rows: int) -> None:
         """The step's end: its choices are counted."""
         if self._packed is not None:
+            self._packed.tell(self._share, self.port.told)
             self._packed.count(self.port.ids[:, :rows])
+            self._packed.join(self._share)
 
-    def announce(self, step: Step) -> None:
+    def announce(self, step: Step, number: int) -> None:
         """A step is about to be launched; nobody needs to be told."""
+        self._number = number
         if self._packed is not None:
             self.core.calls += len(self._layers) * step.parts
             self.core.rows += len(self._layers) * step.rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from operator import sub
 
 import torch
 
@@ -18,9 +19,10 @@ from expert_worker.packed import PackedExperts
 from forefetch.errors import LinkDown
 from forefetch.kernels.hop import triton as hop
 from forefetch.p2p.device import DevicePort
-from forefetch.p2p.lane import Step
+from forefetch.p2p.lane import TOLD_WORDS, Step
 from forefetch.p2p.memory import Mapped, visit
 from forefetch.v1 import expert_pb2
+from forefetch.wire import Verified
 
 _OPENING = threading.Lock()
 """Recording and taking memory disturb one another: one lane is opened at a time."""
@@ -51,10 +53,15 @@ class DeviceFollowing(Following):
     def _prepare(self) -> None:
         """State, scratch and a graph for each step."""
         experts = self._experts
-        self._scratch = experts.lane_scratch(self.shape.rows)
-        self._state = torch.zeros(2, dtype=torch.int32, device=self._device)  # calls taken, fault
+        self._share = experts.share(self.shape.rows, self.source)
+        self._state = torch.zeros(3, dtype=torch.int32, device=self._device)  # calls taken, fault, whether the lock is ours
+        self._share.fault = self._state[1:2]
         self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._mine = torch.zeros(TOLD_WORDS, dtype=torch.int64, device=self._device)
+        self._told = torch.zeros(TOLD_WORDS, dtype=torch.int64, pin_memory=True)
+        self._known = Verified()
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # what was just made is there
         self._graphs: dict[Step, torch.cuda.CUDAGraph] = {}
         experts.lanes += 1
         try:
@@ -63,8 +70,9 @@ class DeviceFollowing(Following):
             self.close()
             raise
 
-    def step(self, step: Step) -> None:
-        """Launches the step's graph; what it finds wrong ends the lane at the next step."""
+    def step(self, step: Step, number: int) -> None:
+        """Launches the step's graph; what it finds wrong ends the lane at the next step, and what it counted is told then."""
+        self._tell()
         if int(self._seen):
             raise LinkDown(-1, f"the router sent no rows within {self.patience_s:g} s")
         graph = self._graphs[step]
@@ -72,6 +80,12 @@ class DeviceFollowing(Following):
             graph.replay()
         self.core.calls += len(self.layers) * step.parts
         self.core.rows += len(self.layers) * step.rows
+
+    def _tell(self) -> None:
+        """What steps that ended have counted since, for operators."""
+        now = Verified(*self._told.tolist())
+        self.core.count(Verified(*map(sub, now, self._known)))
+        self._known = now
 
     @torch.inference_mode()
     def _record(self, steps: Sequence[Step]) -> dict[Step, torch.cuda.CUDAGraph]:
@@ -85,9 +99,11 @@ class DeviceFollowing(Following):
                 with self._experts.alone():
                     self._evaluate(0, slice(0, count))
             self._settle(1)
-            self._state.zero_()
+            for words in (self._state, self._share.counters, self._mine, self._port.told):
+                words.zero_()
             self._stream.synchronize()
             self._seen.zero_()
+            self._told.zero_()
         graphs, pool = {}, torch.cuda.graph_pool_handle()
         for step in sorted(steps, key=lambda step: -step.rows):
             graphs[step] = graph = torch.cuda.CUDAGraph()
@@ -101,18 +117,24 @@ class DeviceFollowing(Following):
         cuts = [(place, slice(first, first + n)) for place in range(len(self.layers)) for first, n in step.cuts()]
         for number, (place, rows) in enumerate(cuts, 1):
             self._evaluate(place, rows)
+            if number == len(cuts) and self._experts.moves:
+                self._experts.tell(self._share, self._mine)
+                self._port.told.copy_(self._mine)
             self._turn(answer=True, wait=number < len(cuts))
         self._settle(step.rows)
 
     def _evaluate(self, place: int, rows: slice) -> None:
         port = self._port
         where = (port.x[rows], port.ids[place, rows], port.weights[rows], port.results[rows])
-        self._experts.evaluate(self.layers[place], *where, self._scratch)
+        self._experts.evaluate(self.layers[place], *where, self._share)
 
     def _settle(self, rows: int) -> None:
         """The step's end: its choices are counted, and the host can see whether it went well."""
         self._experts.count(self._port.ids[:, :rows])
-        self._seen.copy_(self._state[1:], non_blocking=True)
+        self._experts.join(self._share)
+        self._seen.copy_(self._state[1:2], non_blocking=True)
+        if self._experts.moves:
+            self._told.copy_(self._mine, non_blocking=True)
 
     def _turn(self, *, answer: bool, wait: bool) -> None:
         where = self._port.asked, self._port.answered, self._state, self._experts.lock
@@ -122,11 +144,13 @@ class DeviceFollowing(Following):
         """Also ends the device's waits: the fault is set beside what runs."""
         super().leave()
         with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
-            self._state[1:].fill_(1)
+            self._state[1:2].fill_(1)
 
     def close(self) -> None:
         """Gives everything back once the device is done with it; waits are bounded."""
         self._stream.synchronize()
         self._graphs.clear()
+        self._tell()
+        self._experts.leave(self._share)
         self._port.close()
         self._experts.lanes -= 1

@@ -40,10 +40,10 @@ class Following(ABC):
         spin = 0
         while not self.ended.is_set():
             spin_next = 0
-            for step in self.listener.steps(spin):
+            for step, number in self.listener.steps(spin):
                 if step not in self.steps:
                     raise LinkDown(-1, f"a step of {step.rows} rows in {step.parts} parts was not agreed on")
-                self.step(step)
+                self.step(step, number)
                 spin_next = spin_ns
             spin = spin_next
 
@@ -53,8 +53,8 @@ class Following(ABC):
         self.listener.nudge()
 
     @abstractmethod
-    def step(self, step: Step) -> None:
-        """Answers the calls of one step, or sees to it that they will be."""
+    def step(self, step: Step, number: int) -> None:
+        """Answers the calls of one step, the router's `number`, or sees to it that they will be."""
 
     @abstractmethod
     def close(self) -> None:

@@ -25,7 +25,7 @@ class Lane:
 
     def __init__(self, link: WiredLink, port: Any, announcer: Announcer, stream: Any) -> None:
         self.link, self.port = link, port
-        self.announce: Callable[[Step], None] = announcer.announce
+        self.announce: Callable[[Step, int], None] = announcer.announce
         self.down = ""  # why the worker no longer follows
         self.on_down: Callable[[str], None] = lambda reason: None  # from gRPC's thread
         self._stream = stream

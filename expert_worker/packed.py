@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor
 
 from expert_worker.residency import Copied
-from forefetch.errors import BadRequest
+from forefetch.errors import BadRequest, Unavailable
 from forefetch.hints import ExpertHint
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat, Kind, blob_bytes, pack
 from forefetch.kernels.grouped_mlp.moe import moe, moe_from_logits, unsummed_from_logits
 from forefetch.kernels.grouped_mlp.scratch import MoeScratch
 from forefetch.kernels.grouped_mlp.tally import tally
 from forefetch.kernels.grouped_mlp.unsummed import Unsummed
+from forefetch.kernels.residency.state import COUNTERS
 from forefetch.spec import ModelSpec
 from forefetch.weights import Checkpoint, load_expert
 from forefetch.wire import LayerCall, Verified
@@ -41,6 +43,15 @@ def packed_format(spec: ModelSpec, kind: Kind, dtype: torch.dtype, device: torch
 
 Ahead = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor] | None]
 """(layer, ids [T, K], weights [T, K]) -> experts and probabilities [D, T, M] of the next D <= 2 MoE layers, or None."""
+
+
+@dataclass
+class Share:
+    """What one lane's calls use alone."""
+
+    scratch: MoeScratch
+    counters: Tensor  # int64 [len(COUNTERS)]: what they found
+    fault: Tensor | None = None  # int32 [1]: not 0 once the lane is broken
 
 
 class PackedExperts:
@@ -168,15 +179,25 @@ class PackedExperts:
         """Counts the pairs of the step whose layers `route` evaluated; idle [T, 1] marks rows that are padding."""
         tally(self._load, self._chosen[:, : len(idle)], idle)
 
-    def lane_scratch(self, rows: int) -> MoeScratch:
-        """Scratch for `evaluate` with up to `rows` rows."""
+    def share(self, rows: int, source: str = "") -> Share:
+        """What `evaluate` needs for up to `rows` rows; source: the router that sends them. `leave` gives it back."""
         spec = self.spec
         shape = (rows, spec.top_k, spec.num_experts, spec.hidden_size, spec.expert_width)
-        return MoeScratch(*shape, self.format, device=self._pool.device, dtype=self._out.dtype)
+        scratch = MoeScratch(*shape, self.format, device=self._device, dtype=self._out.dtype)
+        return Share(scratch, torch.zeros(len(COUNTERS), dtype=torch.int64, device=self._device))
 
-    def evaluate(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, scratch: MoeScratch) -> None:
-        """`run` into out [T, H], which may be another GPU's, with scratch of one's own. `count` counts the pairs."""
-        moe(x, ids, weights, self._pool, self._slot_of[self.layers[layer]], out, scratch)
+    def evaluate(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, share: Share) -> None:
+        """`run` into out [T, H], which may be another GPU's, with a share of one's own. `count` counts the pairs."""
+        moe(x, ids, weights, self._pool, self._slot_of[self.layers[layer]], out, share.scratch)
+
+    def tell(self, share: Share, told: Tensor) -> None:
+        """What the share's calls found, as `lane.TOLD` says, into told [TOLD_WORDS]. Nothing ever moves: it stays at zero."""
+
+    def join(self, share: Share) -> None:
+        """The end of a step: nothing that it launched beside itself is left."""
+
+    def leave(self, share: Share) -> None:
+        """The share is used no more."""
 
     def count(self, chosen: Tensor) -> None:
         """Counts pairs: chosen [L, T, K], -1 where there is none."""
@@ -195,20 +216,22 @@ class PackedExperts:
         return 0, Verified(resident=len(np.unique(call.pair_expert)))
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[Tensor | None]:
         """The device's lock around what is launched inside, while there are lanes: two calls at once would starve each
-        other."""
+        other. Yields the word that is not 0 where it could not be had; Unavailable behind it then."""
         if not self.lanes:
-            yield
+            yield None
             return
         from forefetch.kernels.hop.triton import turn
 
-        nothing, state = self.lock[:0], torch.zeros(2, dtype=torch.int32, device=self.lock.device)
+        nothing, state = self.lock[:0], torch.zeros(3, dtype=torch.int32, device=self.lock.device)
         turn(nothing, nothing, state, self.lock, LOCK_NS, answer=False, wait=True)
         try:
-            yield
+            yield state[1:2]
         finally:
             turn(nothing, nothing, state, self.lock, LOCK_NS, answer=True, wait=False)
+        if int(state[1]):
+            raise Unavailable(f"the device was not free for {LOCK_NS // 10**9} s")
 
     def hint(self, hint: ExpertHint, source: str = "") -> bool:
         """Whether the hint is about experts held here; there is nothing to fetch."""

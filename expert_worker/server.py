@@ -131,6 +131,7 @@ class ExpertService:
             capacity=info.capacity,
             row_pairs=info.row_pairs,
             lanes=p2p.kind_of(core),
+            moves=info.moves,
         )
 
     @rpc.sync_handler

@@ -48,10 +48,10 @@ class ShadowedInPlace(InPlaceExperts):
         """Bytes of weights in slots, in host memory and of shadows."""
         return super().weight_bytes + self._shadows.numel()
 
-    def _products(self, place: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
+    def _products(self, place: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, scratch: MoeScratch) -> None:
         rows = len(x)
         here, absent, beside = self._here[:rows], self._absent[:rows], self._shadow_out[:rows]
         residency.split(self.state, ids, here, absent)
-        super()._products(place, x, here, weights, out)
+        super()._products(place, x, here, weights, out, scratch)
         moe(x, absent, weights, self._shadows, self._shadow_of[place], beside, self._shadow_scratch)
         out += beside

@@ -74,8 +74,8 @@ class ClusterConfig(Config):
     miss: str = setting(
         "auto",
         """How a worker evaluates an expert that is in no slot: once it was copied (wait; auto on a CPU), where it is (in-place;
-        auto on a GPU), on a GPU's host (cpu, sooner), or from a copy in 4 bits (shadow: an approximation, which answers name);
-        `python -m expert_worker --help` says more.""",
+        auto on a router's GPU and with --gpus), on a GPU's host (cpu, sooner), or from a copy in 4 bits (shadow: an
+        approximation, which answers name); `python -m expert_worker --help` says more.""",
         choices=("auto", "in-place", "wait", "cpu", "sooner", "shadow"),
     )
     placement: str = setting(
@@ -174,8 +174,10 @@ class ClusterConfig(Config):
         if self.link == "local":
             raise ConfigError("--gpus and --link local: local has everything on one GPU, named by --device")
         link = "p2p" if self.link == "auto" else self.link
-        usual = link == "p2p" and self.slots == "100%" and not self.placement  # lanes carry no experts that come and go
-        return replace(self, workers=len(gpus) - 1, link=link, spread=self.spread or (usual and not self.apart))
+        usual = link == "p2p" and self.slots == "100%" and not self.placement
+        spread = self.spread or (usual and not self.apart)
+        miss = "in-place" if link == "p2p" and self.miss == "auto" else self.miss  # lanes have no host to wait for
+        return replace(self, workers=len(gpus) - 1, link=link, spread=spread, miss=miss)
 
     @property
     def shards(self) -> int:

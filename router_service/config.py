@@ -141,7 +141,8 @@ class RouterConfig(AuthConfig, DiscoveryConfig, CacheConfig):
         about as much again as all attention and gates of the step. auto: while some worker has fewer slots than experts, these
         and off are tried for 8 steps each; what adds least to a step (waiting for copies, and heads) runs the next 1,024;
         without copies off. plain and attention also run, and are counted, without. Compiled steps with a local worker name a
-        layer's experts themselves, right before its attention: there plain means that, and auto tries it against off.""",
+        layer's experts themselves, right before its attention: there plain means that, and auto tries it against off. Over
+        p2p lanes heads run within the step, always without the attention; with auto while some worker copies experts.""",
         choices=("auto", "plain", "attention", "off"),
     )
     batch_buckets: str = setting(

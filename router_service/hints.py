@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter_ns
 from typing import Protocol
@@ -24,6 +23,7 @@ from forefetch.telemetry.ring import StepStamps, Timings
 from router_service.batch import StepBatch
 from router_service.dispatch import Dispatch
 from router_service.forecast import Floats, Ints, Pace, Trial, likeliest, looked_at
+from router_service.hinted import HintedStep, Named
 from router_service.lookahead.heads import Hint
 from router_service.trunk import Attend
 
@@ -47,28 +47,6 @@ class Heads(Protocol):
         """For the next one, from behind the layer."""
 
 
-@dataclass
-class _Step:
-    """The step that is running. `due`: layer -> kind -> experts named for it in time."""
-
-    batch: StepBatch
-    stamps: StepStamps
-    rows: torch.Tensor | None  # which rows are looked at; None: all real ones
-    due: dict[int, dict[int, Ints]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What heads said at one place, on its way from a GPU: experts and probabilities [D, T, M] of D targets."""
-
-    step: _Step
-    source: int
-    kinds: Sequence[int]
-    targets: Sequence[int]
-    both: torch.Tensor  # [2, D, T, M] float32; ids are exact in it
-    ready: torch.cuda.Event
-
-
 class Hints:
     """A trunk's observer. `setting`: "attention", "plain", or "auto": what costs steps least, while any worker copies.
 
@@ -87,15 +65,15 @@ class Hints:
         self.setting, self.trained = setting, trained
         self._trial = Trial((OFF, PLAIN, ATTENTION)) if setting == "auto" else None
         self.sent = self.failures = 0
-        self._recorded = self._within = False
+        self._recorded = self._within = self._carried = False
         self.naming = False  # heads run inside the compiled step that was begun
         self._heads, self._dispatch, self._workers, self._clock = heads, dispatch, dispatch.workers, clock
         spec = dispatch.workers.spec
         self._experts = spec.num_experts
         self._pace, self._failed_in_a_row = Pace(spec.moe_layers), 0
-        self._now: _Step | None = None
+        self._now: HintedStep | None = None
         self._mode, self._decodes = OFF, False
-        self._waiting: SimpleQueue[_Answer | None] = SimpleQueue()
+        self._waiting: SimpleQueue[Named | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def record(self) -> Heads:
@@ -111,6 +89,31 @@ class Hints:
             self._trial = Trial((OFF, PLAIN))
         return self._heads
 
+    def carry(self) -> Heads:
+        """The heads, for steps over lanes: those call `chosen` or `carried` while they run, and have no observer."""
+        self._carried = True
+        return self._heads
+
+    @property
+    def watching(self) -> Hints | None:
+        """The observer of a step that was begun, where it goes over other links than lanes."""
+        return self if self._now is not None else None
+
+    @property
+    def now(self) -> HintedStep | None:
+        """The step that was begun, for `carried`; None while hints are of no use."""
+        return self._now
+
+    def carried(
+        self, step: HintedStep, source: int, targets: Sequence[int], experts: Ints, sure: npt.NDArray[np.float32]
+    ) -> None:
+        """What heads said within a step at the gate of `source`: experts and probabilities [D, T, M]. Any one thread."""
+        try:
+            self._deliver(step, source, (NEXT, SECOND), targets, experts, sure)
+        except Exception:
+            self.failures += 1
+            log.exception("a hint could not be delivered")
+
     @property
     def mode(self) -> str:
         """How heads run in the next step that only decodes. Where nobody ever copies an expert there is nothing to gain."""
@@ -118,6 +121,8 @@ class Hints:
             return PLAIN
         if self._failed_in_a_row >= MOST_FAILURES:
             return OFF
+        if self._carried and self._trial is not None:  # they run beside the step or while workers compute
+            return PLAIN if any(worker.copies for worker in self._workers.rows) else OFF
         if self._trial is None:
             return self.setting
         return self._trial.way if any(worker.copies for worker in self._workers.rows) else OFF
@@ -138,12 +143,12 @@ class Hints:
         self._dispatch.chosen = self._dispatch.chosen[:0]
         rows = looked_at(batch.decodes, batch.tokens)
         device = batch.token_ids.device
-        self._now = _Step(batch, stamps, None if rows is None else torch.from_numpy(rows).to(device))
+        self._now = HintedStep(batch, stamps, None if rows is None else torch.from_numpy(rows).to(device))
         self._pace.begin(bool(batch.prefills))
-        return self
+        return None if self._carried else self
 
-    def chosen(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, attend: Attend) -> None:
-        """Counts what had been named for this layer; names experts of the next two."""
+    def chosen(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, attend: Attend | None) -> None:
+        """Counts what had been named for this layer; names experts of the next two. attend: the attention ahead, if any."""
         self._guarded(lambda step: self._chosen(step, layer, x, ids, weights, attend))
 
     def returned(self, layer: int, x: torch.Tensor) -> None:
@@ -164,7 +169,7 @@ class Hints:
 
     # ---- inside the step ----
 
-    def _guarded(self, action: Callable[[_Step], None]) -> None:
+    def _guarded(self, action: Callable[[HintedStep], None]) -> None:
         if self._now is None:
             return
         try:
@@ -179,7 +184,7 @@ class Hints:
                 self._now = None
 
     def _chosen(
-        self, step: _Step, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, attend: Attend
+        self, step: HintedStep, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, attend: Attend | None
     ) -> None:
         self._pace.gate(layer, self._clock())
         self._count(step, layer, ids)
@@ -189,7 +194,7 @@ class Hints:
         named = self._heads.predict(layer, x, ids, weights, walk)
         self._answer(step, layer, named, (NEXT, SECOND))
 
-    def _returned(self, step: _Step, layer: int, x: torch.Tensor) -> None:
+    def _returned(self, step: HintedStep, layer: int, x: torch.Tensor) -> None:
         self._pace.returned(layer, self._clock())
         if self._walks(step):
             return
@@ -197,17 +202,17 @@ class Hints:
         if hint is not None:
             self._answer(step, layer, [hint], (AGAIN,))
 
-    def _walks(self, step: _Step) -> bool:
+    def _walks(self, step: HintedStep) -> bool:
         """Whether the attention ahead is run. Token by token only: in a prefill rows would see one another's estimates, and the
         whole chunk's attention would run again."""
         return self._mode == ATTENTION and not step.batch.prefills
 
     @staticmethod
-    def _picked(step: _Step, part: torch.Tensor) -> torch.Tensor:
+    def _picked(step: HintedStep, part: torch.Tensor) -> torch.Tensor:
         """The rows that are looked at, without padding."""
         return part[: step.batch.tokens] if step.rows is None else part[step.rows]
 
-    def _answer(self, step: _Step, source: int, hints: Sequence[Hint], kinds: Sequence[int]) -> None:
+    def _answer(self, step: HintedStep, source: int, hints: Sequence[Hint], kinds: Sequence[int]) -> None:
         """Experts and probabilities to the host, then to the workers; on a GPU that is for the thread to do."""
         if not hints:
             return
@@ -224,9 +229,9 @@ class Hints:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
             self._start_thread()
-            self._waiting.put(_Answer(step, source, kinds, targets, host, ready))
+            self._waiting.put(Named(step, source, kinds, targets, host, ready))
 
-    def _count(self, step: _Step, layer: int, ids: torch.Tensor) -> None:
+    def _count(self, step: HintedStep, layer: int, ids: torch.Tensor) -> None:
         """What the layer chose against what was named for it, and what for each kind of hint."""
         named = dict(step.due.pop(layer, {}))  # a copy: the thread below may be adding to it
         if not named:
@@ -244,7 +249,7 @@ class Hints:
 
     def _deliver(
         self,
-        step: _Step,
+        step: HintedStep,
         source: int,
         kinds: Sequence[int],
         targets: Sequence[int],

@@ -19,6 +19,7 @@ from router_service.hints import Hints
 from router_service.layouts import LayoutBuffers
 from router_service.p2p import Attached, LaneTrunk, Opener
 from router_service.p2p_decoder import LaneExperts, step_shape
+from router_service.p2p_hints import DeviceHeads, HostHeads
 from router_service.trunk import Model, Trunk
 from router_service.turns import TurnTrunk
 from router_service.workers import LOCAL, Workers
@@ -58,7 +59,7 @@ def captured(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: Route
     """The trunk, its decode steps recorded if they can be: experts in this process, on the trunk's GPU or moved there by
     themselves, or behind lanes. Where experts move, heads are recorded with the step, and hints are of no use."""
     if config.link == "p2p" and isinstance(buffers, LayoutBuffers):
-        return laned(trunk, buffers, workers, config)
+        return laned(trunk, buffers, workers, config, hints)
     if not isinstance(buffers, LayoutBuffers):
         return in_halves(trunk, config)
     experts = expert.resident_of(workers.rows[0].link) if len(workers.rows) == 1 else None
@@ -74,8 +75,9 @@ def captured(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: Route
     return recorded
 
 
-def laned(trunk: Trunk, buffers: LayoutBuffers, workers: Workers, config: RouterConfig) -> Model:
-    """The trunk, its steps recorded over p2p lanes to all workers; unrecorded, if a local one can have none."""
+def laned(trunk: Trunk, buffers: LayoutBuffers, workers: Workers, config: RouterConfig, hints: Hints | None = None) -> Model:
+    """The trunk, its steps recorded over p2p lanes to all workers; unrecorded, if a local one can have none. Heads take part
+    where experts move at some worker, or are told to."""
     spec, device, dtype = trunk.spec, trunk.embedding.device, trunk.dtype
     alone = all(worker.address != LOCAL for worker in workers.rows)  # else there is nothing to do while others evaluate a half
     shapes = {layout: step_shape(layout, config.p2p_halves_from if alone else 0) for layout in buffers.layouts()}
@@ -90,11 +92,13 @@ def laned(trunk: Trunk, buffers: LayoutBuffers, workers: Workers, config: Router
         return in_halves(trunk, config)
     place = -1 if own is None else links.index(own.link)
     lanes: Attached
+    moves = any(link is not None and link.info.moves for link in links)
     if device.type == "cuda":
         from forefetch.p2p.device import DeviceLanes
 
         normed = spec.gate_rule == "topk_softmax" or spec.renormalise
         lanes = DeviceLanes(len(workers.rows), shape, spec.num_experts, normed, config.p2p_patience_s, device, place)  # type: ignore[assignment]
+        lanes.tells = moves
     else:
         rule = spec.top_k, spec.gate_rule, spec.renormalise
         lanes = HostLanes(lambda logits: choose(logits, *rule), config.p2p_patience_s, own=place)  # type: ignore[assignment]
@@ -105,9 +109,15 @@ def laned(trunk: Trunk, buffers: LayoutBuffers, workers: Workers, config: Router
         return own if own is not None and link is own.link else expert.open_lane(link, shape, steps, **how)  # type: ignore[arg-type]
 
     opener, experts = Opener(opened), LaneExperts(spec, lanes, rows, dtype, device, own)
+    if hints is not None and (moves or config.hints != "auto"):
+        experts.heads = DeviceHeads(hints, spec, device) if device.type == "cuda" else HostHeads(hints, spec)
+    else:
+        hints = None  # nobody has a use for any
     recorder = None if device.type == "cuda" else lambda step: step
-    model = LaneTrunk(trunk, experts, buffers, lanes, workers, opener, shapes.__getitem__, recorder)
+    model = LaneTrunk(trunk, experts, buffers, lanes, workers, opener, shapes.__getitem__, recorder, hints)
     with rpc.loading("decode steps") as on_progress:
         model.warm_up(on_progress)
+    if experts.heads is not None:
+        experts.heads.ready()
     model.start(LANE_OPENS_S)
     return model

@@ -14,15 +14,18 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from expert_worker.client import Lane, Link
 from forefetch.errors import ForefetchError, LinkDown
-from forefetch.p2p.lane import Step
+from forefetch.p2p.lane import TOLD_WORDS, Step
 from forefetch.telemetry.ring import StepStamps
+from forefetch.wire import Verified
 from router_service.batch import StepBatch
 from router_service.captured import CapturedTrunk, Ran, Recorder, to_host
+from router_service.hints import Hints
 from router_service.layouts import LayoutBuffers
 from router_service.p2p_decoder import LaneDecoder, LaneExperts, Lanes
 from router_service.trunk import Experts, Observer, Trunk
@@ -156,8 +159,15 @@ class LaneTrunk(CapturedTrunk):
         opener: Opener,
         shape_of: Callable[[tuple[int, int]], Step],
         recorder: Recorder | None = None,
+        hints: Hints | None = None,
     ) -> None:
+        """hints: who makes them, if workers have a use for them; for steps that go over other links."""
         super().__init__(trunk, experts, buffers, recorder, LaneDecoder(trunk, experts, shape_of))
+        self._heads, self._hints = experts.heads, hints
+        if self._heads is not None:
+            self.see = self._heads.see
+        self._told = dict[int, Tensor]()  # by step, [W, TOLD_WORDS] on the host, there when the step's tokens are
+        self._known = np.zeros((len(workers.rows), TOLD_WORDS), dtype=np.int64)
         self._lanes, self._workers, self._opener, self._shape_of = lanes, workers, opener, shape_of
         self._links: tuple[Link, ...] = ()  # those that lanes are attached to
         self._attached: list[AnyLane] = []
@@ -170,14 +180,19 @@ class LaneTrunk(CapturedTrunk):
         """As Trunk.forward. Over lanes the step is only launched: see `confirm`."""
         self._verdicts = {step: verdict for step, verdict in self._verdicts.items() if step == batch.step - 1}
         self.ahead = self._up() and self.fits(batch, observer)
+        self._told = {step: told for step, told in self._told.items() if step == batch.step - 1}
         if not self.ahead:
             self._settle()
             self._ran[batch.step % 2] = Ran(False)
-            return self.trunk.forward(batch, experts, stamps, observer)
+            return self.trunk.forward(batch, experts, stamps, observer or (self._hints and self._hints.watching))
         for lane in self._attached:
-            lane.announce(self._shape_of(batch.layout))
-        logits = super().forward(batch, experts, stamps, observer)
+            lane.announce(self._shape_of(batch.layout), batch.step)
+        logits = super().forward(batch, experts, stamps)
+        if self._heads is not None:
+            self._heads.launched(batch.layout)
         self._verdicts[batch.step] = to_host(self._lanes.verdict)
+        if self._lanes.tells:
+            self._told[batch.step] = to_host(self._lanes.told)
         return logits
 
     def _settle(self) -> None:
@@ -208,6 +223,18 @@ class LaneTrunk(CapturedTrunk):
         self._counts.steps += 1
         self._pause_s = FIRST_PAUSE_S if self._counts.steps % STEADY_STEPS == 0 else self._pause_s
 
+    def timed(self, step: int, stamps: StepStamps, began_ns: int, forwarded_ns: int, ended_ns: int) -> int:
+        """See Model. What workers told of the step, and of hints since the one before, is stamped in its first MoE layer."""
+        outside = super().timed(step, stamps, began_ns, forwarded_ns, ended_ns)
+        told = self._told.pop(step, None)
+        if told is not None and self._attached:
+            new, self._known = told.numpy() - self._known, told.numpy().copy()
+            for worker, counts in zip(self._workers.rows, new.tolist(), strict=True):
+                found = Verified(*counts)
+                stamps.verified(self.trunk.spec.moe_layers[0], worker.index, *found)
+                worker.copies |= bool(found.hits or found.late or found.misses)
+        return outside
+
     def _named(self, worker: int) -> str:
         return self._workers.rows[worker].address if 0 <= worker < len(self._workers.rows) else "?"
 
@@ -228,6 +255,8 @@ class LaneTrunk(CapturedTrunk):
         owners = torch.from_numpy(self._workers.owners[:, list(self.trunk.spec.moe_layers)])
         self._lanes.attach([lane.port for lane in lanes], owners)
         self._links, self._attached, self._counts.up = links, lanes, True
+        self._told.clear()
+        self._known = torch.stack([lane.port.told for lane in lanes]).cpu().numpy()  # a local worker's lane is always the same
         for index, lane in enumerate(lanes):
             lane.on_down = lambda reason, index=index: self._lanes.abort(index, reason)  # type: ignore[misc]
             if lane.down:
@@ -254,6 +283,8 @@ class LaneTrunk(CapturedTrunk):
         """Ends lanes and the thread."""
         self._opener.close()
         self._drop()
+        if self._heads is not None:
+            self._heads.close()
 
 
 def _close(lanes: Sequence[AnyLane]) -> None:

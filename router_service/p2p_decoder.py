@@ -39,15 +39,49 @@ class Lanes(Protocol):
         """out [N, H] = the sum of what the workers answered. lag: calls put since the awaited one."""
 
     def mirror(self) -> None:
-        """The end of a step: the verdict on it."""
+        """The end of a step: the verdict on it, and what workers told."""
+
+    tells: bool  # whether `told` is looked after
+
+    @property
+    def told(self) -> Tensor:
+        """int64 [W, lane.TOLD_WORDS] on the device: what workers have told by the end of the last step."""
 
     @property
     def verdict(self) -> Tensor:
         """int32 [1] on the device: not 0 from the end of a step that went wrong until lanes are attached or detached."""
 
 
+class LaneHeads(Protocol):
+    """Heads within a step over lanes, and who carries what they say to the workers: `HostHeads`, `DeviceHeads`."""
+
+    def begin(self, layout: tuple[int, int]) -> None:
+        """A step of that many decoding and prompt rows begins."""
+
+    def see(self, layer: int, x: Tensor) -> None:
+        """x [N, H], the residual at a gate, right before `look` at the same rows."""
+
+    def look(self, layer: int, first: int, logits: Tensor) -> None:
+        """logits [N, E] of rows first .. first + N, which are on their way; the last rows of a layer are the last to come."""
+
+    def settle(self) -> None:
+        """The step's end."""
+
+    def ready(self) -> None:
+        """Steps are recorded; from now on they count."""
+
+    def launched(self, layout: tuple[int, int]) -> None:
+        """A step is under way."""
+
+    def close(self) -> None:
+        """No more steps."""
+
+
 class LaneExperts:
-    """Experts behind lanes, as a Decoder wants them. own: the share of them that is in this process."""
+    """Experts behind lanes, as a Decoder wants them. own: the share of them that is in this process. heads: set before steps
+    are recorded, if what they say is of use to anybody."""
+
+    heads: LaneHeads | None = None
 
     def __init__(
         self,
@@ -80,6 +114,8 @@ class LaneExperts:
         """Rows first .. first + N on their way; the number of their call."""
         place = self._places[layer]
         self._lanes.put(place, first, x, logits, self._idle[first : first + len(x)])
+        if self.heads is not None:
+            self.heads.look(layer, first, logits)
         if self._own is not None:
             self._own.evaluate(place, first, len(x))
         self._sent += 1
@@ -107,6 +143,8 @@ class LaneExperts:
         """The step's end; workers count its pairs themselves."""
         if self._own is not None:
             self._own.settle(len(idle))
+        if self.heads is not None:
+            self.heads.settle()
         self._lanes.mirror()
 
     shadows = False
@@ -159,6 +197,8 @@ class LaneDecoder(Decoder):
         """As Decoder.forward."""
         self.experts.hold(batch)
         self.experts.begin(batch.slots[:, None] < self.trunk.cache.page_size)
+        if self.experts.heads is not None:
+            self.experts.heads.begin(batch.layout)
         step = self._shape_of(batch.layout)
         return super().forward(batch, mark) if step.parts == 1 else self._in_turns(batch, step, mark)
 
@@ -178,6 +218,7 @@ class LaneDecoder(Decoder):
                 y = self._output(layer, y.flatten(1))
                 half.x, half.h = add_rms_norm(half.x, y, layer.post_norm, spec.rms_eps, spec.residual_multiplier)
                 self._mark(mark, number, index, 1)
+                self.see(index, half.x)
                 self._send(index, layer, half)
                 self._mark(mark, number, index, 2)
         for number, half in enumerate(halves):

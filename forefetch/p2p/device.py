@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forefetch.kernels.hop import triton as hop
-from forefetch.p2p.lane import LaneShape
+from forefetch.p2p.lane import TOLD, TOLD_WORDS, LaneShape
 from forefetch.p2p.memory import Mapped
 
 ROOM = 64
@@ -26,6 +26,7 @@ class DevicePort:
         self.weights = inbox.tensor(torch.float32, shape.weights, (rows, top_k))
         self.x = inbox.tensor(dtype, shape.x, (rows, shape.hidden))
         self.results = outbox.tensor(dtype, shape.results, (rows, shape.hidden))
+        self.told = outbox.tensor(torch.int64, TOLD, (TOLD_WORDS,))
         self.asked, self.answered = (area.tensor(torch.int32, 0, (1,)) for area in (inbox, outbox))
 
     def close(self) -> None:
@@ -64,6 +65,9 @@ class DeviceLanes:
         self._state = hop.State(table, ints(2, count), ints(1), ints(ROOM, shape.layers, experts), ints(1) + 1)
         self.verdict = ints(1)
         """0, or 1 + the lane that did not answer, as of the last step's end."""
+        self.told = torch.zeros(count, TOLD_WORDS, dtype=torch.int64, device=device)
+        """What workers have told so far, if they are asked (`tells`)."""
+        self.tells = False
         self._blame = torch.arange(1, count + 1, dtype=torch.int32).pin_memory()
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._guard, self._reasons = threading.Lock(), dict[int, str]()
@@ -107,6 +111,8 @@ class DeviceLanes:
         """The step's end: the verdict on it. The fault may be set at any moment by `abort`; who is to act on the same must
         read this copy, which changes in the order of steps alone."""
         self.verdict.copy_(self._state.fault)
+        if self.tells:
+            hop.told(self._state, TOLD, self.told)
 
     def reason(self, lane: int) -> str:
         """What was wrong with a lane that a verdict names."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forefetch.errors import LinkDown
-from forefetch.p2p.lane import LaneShape, behind
+from forefetch.p2p.lane import TOLD, TOLD_WORDS, LaneShape, behind
 from forefetch.shm import Bell, Segment
 
 
@@ -28,6 +28,7 @@ class HostPort:
         self.weights = _view(segment.request, torch.float32, shape.weights, (rows, top_k))
         self.x = _view(segment.request, dtype, shape.x, (rows, shape.hidden))
         self.results = _view(segment.reply, dtype, shape.results, (rows, shape.hidden))
+        self.told = _view(segment.reply, torch.int64, TOLD, (TOLD_WORDS,))
         self.down = ""
 
     def wait(self, bell: Bell, wanted: int, patience_s: float, spin_ns: int = 0) -> None:
@@ -62,6 +63,9 @@ class HostLanes:
         self._reasons = dict[int, str]()
         self.verdict = torch.zeros(1, dtype=torch.int32)
         """0, or 1 + the lane that did not answer, as of the last step's end."""
+        self.told = torch.zeros(0, TOLD_WORDS, dtype=torch.int64)
+        """What workers have told so far."""
+        self.tells = True
 
     def attach(self, ports: Sequence[HostPort], owners: Tensor) -> None:
         """From now on these; their counters are at zero. owners [R, L, E]: who evaluates row t's pair with expert e of MoE
@@ -115,6 +119,7 @@ class HostLanes:
     def mirror(self) -> None:
         """The step's end: the verdict on it."""
         self.verdict.fill_(self._fault)
+        self.told = torch.stack([port.told for port in self._ports]) if self._ports else self.told[:0]
 
     def reason(self, lane: int) -> str:
         """What was wrong with a lane that a verdict names."""

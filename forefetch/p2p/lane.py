@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 FLAG = 0
 """Where an area's signal word lies: u32, the number of the last call (inbox) or reply (outbox)."""
+TOLD, TOLD_WORDS = 128, 8
+"""Where a worker tells what its lane's calls found, in the outbox's first line: i64 each, totals since the lane was opened: the
+fields of `wire.Verified` in their order."""
 _LINE = 256
 
 
@@ -29,7 +32,7 @@ class LaneShape:
     """Sizes of a lane: up to `rows` rows of `hidden` elements of `itemsize` bytes, `top_k` experts each, `layers` MoE layers.
 
     Inbox: signal | ids [layers, rows, top_k] i32 | weights [rows, top_k] f32 | rows [rows, hidden]. Ids have a place for each
-    layer, so that a worker can count a step's choices at its end. Outbox: signal | rows [rows, hidden].
+    layer, so that a worker can count a step's choices at its end. Outbox: signal, totals (`TOLD`) | rows [rows, hidden].
     """
 
     rows: int

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from forefetch.v1 import tensor_pb2 as forefetch_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66orefetch/v1/expert.proto\x12\x0c\x66orefetch.v1\x1a\x19\x66orefetch/v1/tensor.proto\"B\n\x1c\x45xpertServiceDescribeRequest\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"\x86\x03\n\x1d\x45xpertServiceDescribeResponse\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05shard\x18\x03 \x01(\r\x12\x0e\n\x06shards\x18\x04 \x01(\r\x12*\n\x06layers\x18\x05 \x03(\x0b\x32\x1a.forefetch.v1.LayerExperts\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12%\n\x05\x64type\x18\x07 \x01(\x0e\x32\x16.forefetch.v1.DataType\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x12\n\nshm_domain\x18\t \x01(\t\x12\x13\n\x0binstance_id\x18\n \x01(\t\x12\x10\n\x08max_rows\x18\x0b \x01(\r\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x15\n\rexpert_format\x18\r \x01(\t\x12\x12\n\ngeneration\x18\x0e \x01(\x04\x12\x10\n\x08\x63\x61pacity\x18\x0f \x01(\r\x12\x11\n\trow_pairs\x18\x10 \x01(\r\x12\r\n\x05lanes\x18\x11 \x01(\t\"[\n\x0cPlaceRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07planner\x18\x02 \x01(\t\x12+\n\x07\x65xperts\x18\x03 \x03(\x0b\x32\x1a.forefetch.v1.LayerExperts\" \n\rPlaceResponse\x12\x0f\n\x07missing\x18\x01 \x01(\r\".\n\x0cLayerExperts\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x02 \x03(\r\"\x1f\n\x0e\x46orwardRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\" \n\x0f\x46orwardResponse\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\"0\n\x0eOpenShmRequest\x12\x0f\n\x07segment\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\"&\n\x0fOpenShmResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\"\xc0\x01\n\x0fOpenLaneRequest\x12\x0c\n\x04ring\x18\x01 \x01(\t\x12\x12\n\nring_nonce\x18\x02 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\t\x12\x12\n\ndata_nonce\x18\x04 \x01(\x0c\x12\x0f\n\x07meeting\x18\x05 \x01(\t\x12\x0c\n\x04rows\x18\x06 \x01(\r\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\x13\n\x0bpatience_ms\x18\x08 \x01(\r\x12&\n\x05steps\x18\t \x03(\x0b\x32\x17.forefetch.v1.StepShape\"(\n\tStepShape\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\r\n\x05parts\x18\x02 \x01(\r\";\n\x10OpenLaneResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"\x9c\x01\n\x0bHintRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06source\x18\x02 \x01(\r\x12\r\n\x05layer\x18\x03 \x01(\r\x12\r\n\x05phase\x18\x04 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x05 \x03(\r\x12\x15\n\rprobabilities\x18\x06 \x03(\x02\x12\x11\n\twindow_ns\x18\x07 \x01(\x04\x12\x16\n\x0ewant_residency\x18\x08 \x01(\x08\"=\n\x0cHintResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x10\n\x08resident\x18\x03 \x03(\r\"\x1e\n\x1c\x45xpertServiceGetStatsRequest\"\xe2\x03\n\x1d\x45xpertServiceGetStatsResponse\x12\x10\n\x08uptime_s\x18\x01 \x01(\x01\x12\r\n\x05\x63\x61lls\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\r\n\x05pairs\x18\x04 \x01(\x04\x12\x0e\n\x06\x65rrors\x18\x05 \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x06 \x01(\x04\x12\x12\n\ncompute_ns\x18\x07 \x01(\x04\x12&\n\x04load\x18\x08 \x03(\x0b\x32\x18.forefetch.v1.ExpertLoad\x12\x0f\n\x07routers\x18\t \x01(\r\x12\x0c\n\x04hits\x18\n \x01(\x04\x12\x0c\n\x04late\x18\x0b \x01(\x04\x12\x0e\n\x06misses\x18\x0c \x01(\x04\x12\x10\n\x08resident\x18\r \x01(\x04\x12\x14\n\x0cwasted_bytes\x18\x0e \x01(\x04\x12\x14\n\x0c\x63opied_bytes\x18\x0f \x01(\x04\x12\x14\n\x0c\x63opy_wait_ns\x18\x10 \x01(\x04\x12\r\n\x05hints\x18\x11 \x01(\x04\x12\x15\n\rhints_dropped\x18\x12 \x01(\x04\x12\x0f\n\x07\x63opy_ns\x18\x13 \x01(\x04\x12\x15\n\rcopies_failed\x18\x14 \x01(\x04\x12\x16\n\x0e\x65xperts_loaded\x18\x15 \x01(\x04\x12\x18\n\x10\x65xperts_unloaded\x18\x16 \x01(\x04\x12\x10\n\x08shadowed\x18\x17 \x01(\x04\";\n\nExpertLoad\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x02 \x03(\r\x12\r\n\x05pairs\x18\x03 \x03(\x04\x32\xc5\x04\n\rExpertService\x12\x63\n\x08\x44\x65scribe\x12*.forefetch.v1.ExpertServiceDescribeRequest\x1a+.forefetch.v1.ExpertServiceDescribeResponse\x12J\n\x07\x46orward\x12\x1c.forefetch.v1.ForwardRequest\x1a\x1d.forefetch.v1.ForwardResponse(\x01\x30\x01\x12J\n\x07OpenShm\x12\x1c.forefetch.v1.OpenShmRequest\x1a\x1d.forefetch.v1.OpenShmResponse(\x01\x30\x01\x12M\n\x08OpenLane\x12\x1d.forefetch.v1.OpenLaneRequest\x1a\x1e.forefetch.v1.OpenLaneResponse(\x01\x30\x01\x12\x41\n\x04Hint\x12\x19.forefetch.v1.HintRequest\x1a\x1a.forefetch.v1.HintResponse(\x01\x30\x01\x12@\n\x05Place\x12\x1a.forefetch.v1.PlaceRequest\x1a\x1b.forefetch.v1.PlaceResponse\x12\x63\n\x08GetStats\x12*.forefetch.v1.ExpertServiceGetStatsRequest\x1a+.forefetch.v1.ExpertServiceGetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66orefetch/v1/expert.proto\x12\x0c\x66orefetch.v1\x1a\x19\x66orefetch/v1/tensor.proto\"B\n\x1c\x45xpertServiceDescribeRequest\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"\x95\x03\n\x1d\x45xpertServiceDescribeResponse\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05shard\x18\x03 \x01(\r\x12\x0e\n\x06shards\x18\x04 \x01(\r\x12*\n\x06layers\x18\x05 \x03(\x0b\x32\x1a.forefetch.v1.LayerExperts\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12%\n\x05\x64type\x18\x07 \x01(\x0e\x32\x16.forefetch.v1.DataType\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x12\n\nshm_domain\x18\t \x01(\t\x12\x13\n\x0binstance_id\x18\n \x01(\t\x12\x10\n\x08max_rows\x18\x0b \x01(\r\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x15\n\rexpert_format\x18\r \x01(\t\x12\x12\n\ngeneration\x18\x0e \x01(\x04\x12\x10\n\x08\x63\x61pacity\x18\x0f \x01(\r\x12\x11\n\trow_pairs\x18\x10 \x01(\r\x12\r\n\x05lanes\x18\x11 \x01(\t\x12\r\n\x05moves\x18\x12 \x01(\x08\"[\n\x0cPlaceRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07planner\x18\x02 \x01(\t\x12+\n\x07\x65xperts\x18\x03 \x03(\x0b\x32\x1a.forefetch.v1.LayerExperts\" \n\rPlaceResponse\x12\x0f\n\x07missing\x18\x01 \x01(\r\".\n\x0cLayerExperts\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x02 \x03(\r\"\x1f\n\x0e\x46orwardRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\" \n\x0f\x46orwardResponse\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\"0\n\x0eOpenShmRequest\x12\x0f\n\x07segment\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\"&\n\x0fOpenShmResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\"\xc0\x01\n\x0fOpenLaneRequest\x12\x0c\n\x04ring\x18\x01 \x01(\t\x12\x12\n\nring_nonce\x18\x02 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\t\x12\x12\n\ndata_nonce\x18\x04 \x01(\x0c\x12\x0f\n\x07meeting\x18\x05 \x01(\t\x12\x0c\n\x04rows\x18\x06 \x01(\r\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\x13\n\x0bpatience_ms\x18\x08 \x01(\r\x12&\n\x05steps\x18\t \x03(\x0b\x32\x17.forefetch.v1.StepShape\"(\n\tStepShape\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\r\n\x05parts\x18\x02 \x01(\r\";\n\x10OpenLaneResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"\x9c\x01\n\x0bHintRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06source\x18\x02 \x01(\r\x12\r\n\x05layer\x18\x03 \x01(\r\x12\r\n\x05phase\x18\x04 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x05 \x03(\r\x12\x15\n\rprobabilities\x18\x06 \x03(\x02\x12\x11\n\twindow_ns\x18\x07 \x01(\x04\x12\x16\n\x0ewant_residency\x18\x08 \x01(\x08\"=\n\x0cHintResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x10\n\x08resident\x18\x03 \x03(\r\"\x1e\n\x1c\x45xpertServiceGetStatsRequest\"\xe2\x03\n\x1d\x45xpertServiceGetStatsResponse\x12\x10\n\x08uptime_s\x18\x01 \x01(\x01\x12\r\n\x05\x63\x61lls\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\r\n\x05pairs\x18\x04 \x01(\x04\x12\x0e\n\x06\x65rrors\x18\x05 \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x06 \x01(\x04\x12\x12\n\ncompute_ns\x18\x07 \x01(\x04\x12&\n\x04load\x18\x08 \x03(\x0b\x32\x18.forefetch.v1.ExpertLoad\x12\x0f\n\x07routers\x18\t \x01(\r\x12\x0c\n\x04hits\x18\n \x01(\x04\x12\x0c\n\x04late\x18\x0b \x01(\x04\x12\x0e\n\x06misses\x18\x0c \x01(\x04\x12\x10\n\x08resident\x18\r \x01(\x04\x12\x14\n\x0cwasted_bytes\x18\x0e \x01(\x04\x12\x14\n\x0c\x63opied_bytes\x18\x0f \x01(\x04\x12\x14\n\x0c\x63opy_wait_ns\x18\x10 \x01(\x04\x12\r\n\x05hints\x18\x11 \x01(\x04\x12\x15\n\rhints_dropped\x18\x12 \x01(\x04\x12\x0f\n\x07\x63opy_ns\x18\x13 \x01(\x04\x12\x15\n\rcopies_failed\x18\x14 \x01(\x04\x12\x16\n\x0e\x65xperts_loaded\x18\x15 \x01(\x04\x12\x18\n\x10\x65xperts_unloaded\x18\x16 \x01(\x04\x12\x10\n\x08shadowed\x18\x17 \x01(\x04\";\n\nExpertLoad\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x02 \x03(\r\x12\r\n\x05pairs\x18\x03 \x03(\x04\x32\xc5\x04\n\rExpertService\x12\x63\n\x08\x44\x65scribe\x12*.forefetch.v1.ExpertServiceDescribeRequest\x1a+.forefetch.v1.ExpertServiceDescribeResponse\x12J\n\x07\x46orward\x12\x1c.forefetch.v1.ForwardRequest\x1a\x1d.forefetch.v1.ForwardResponse(\x01\x30\x01\x12J\n\x07OpenShm\x12\x1c.forefetch.v1.OpenShmRequest\x1a\x1d.forefetch.v1.OpenShmResponse(\x01\x30\x01\x12M\n\x08OpenLane\x12\x1d.forefetch.v1.OpenLaneRequest\x1a\x1e.forefetch.v1.OpenLaneResponse(\x01\x30\x01\x12\x41\n\x04Hint\x12\x19.forefetch.v1.HintRequest\x1a\x1a.forefetch.v1.HintResponse(\x01\x30\x01\x12@\n\x05Place\x12\x1a.forefetch.v1.PlaceRequest\x1a\x1b.forefetch.v1.PlaceResponse\x12\x63\n\x08GetStats\x12*.forefetch.v1.ExpertServiceGetStatsRequest\x1a+.forefetch.v1.ExpertServiceGetStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,37 +35,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXPERTSERVICEDESCRIBEREQUEST']._serialized_start=70
   _globals['_EXPERTSERVICEDESCRIBEREQUEST']._serialized_end=136
   _globals['_EXPERTSERVICEDESCRIBERESPONSE']._serialized_start=139
-  _globals['_EXPERTSERVICEDESCRIBERESPONSE']._serialized_end=529
-  _globals['_PLACEREQUEST']._serialized_start=531
-  _globals['_PLACEREQUEST']._serialized_end=622
-  _globals['_PLACERESPONSE']._serialized_start=624
-  _globals['_PLACERESPONSE']._serialized_end=656
-  _globals['_LAYEREXPERTS']._serialized_start=658
-  _globals['_LAYEREXPERTS']._serialized_end=704
-  _globals['_FORWARDREQUEST']._serialized_start=706
-  _globals['_FORWARDREQUEST']._serialized_end=737
-  _globals['_FORWARDRESPONSE']._serialized_start=739
-  _globals['_FORWARDRESPONSE']._serialized_end=771
-  _globals['_OPENSHMREQUEST']._serialized_start=773
-  _globals['_OPENSHMREQUEST']._serialized_end=821
-  _globals['_OPENSHMRESPONSE']._serialized_start=823
-  _globals['_OPENSHMRESPONSE']._serialized_end=861
-  _globals['_OPENLANEREQUEST']._serialized_start=864
-  _globals['_OPENLANEREQUEST']._serialized_end=1056
-  _globals['_STEPSHAPE']._serialized_start=1058
-  _globals['_STEPSHAPE']._serialized_end=1098
-  _globals['_OPENLANERESPONSE']._serialized_start=1100
-  _globals['_OPENLANERESPONSE']._serialized_end=1159
-  _globals['_HINTREQUEST']._serialized_start=1162
-  _globals['_HINTREQUEST']._serialized_end=1318
-  _globals['_HINTRESPONSE']._serialized_start=1320
-  _globals['_HINTRESPONSE']._serialized_end=1381
-  _globals['_EXPERTSERVICEGETSTATSREQUEST']._serialized_start=1383
-  _globals['_EXPERTSERVICEGETSTATSREQUEST']._serialized_end=1413
-  _globals['_EXPERTSERVICEGETSTATSRESPONSE']._serialized_start=1416
-  _globals['_EXPERTSERVICEGETSTATSRESPONSE']._serialized_end=1898
-  _globals['_EXPERTLOAD']._serialized_start=1900
-  _globals['_EXPERTLOAD']._serialized_end=1959
-  _globals['_EXPERTSERVICE']._serialized_start=1962
-  _globals['_EXPERTSERVICE']._serialized_end=2543
+  _globals['_EXPERTSERVICEDESCRIBERESPONSE']._serialized_end=544
+  _globals['_PLACEREQUEST']._serialized_start=546
+  _globals['_PLACEREQUEST']._serialized_end=637
+  _globals['_PLACERESPONSE']._serialized_start=639
+  _globals['_PLACERESPONSE']._serialized_end=671
+  _globals['_LAYEREXPERTS']._serialized_start=673
+  _globals['_LAYEREXPERTS']._serialized_end=719
+  _globals['_FORWARDREQUEST']._serialized_start=721
+  _globals['_FORWARDREQUEST']._serialized_end=752
+  _globals['_FORWARDRESPONSE']._serialized_start=754
+  _globals['_FORWARDRESPONSE']._serialized_end=786
+  _globals['_OPENSHMREQUEST']._serialized_start=788
+  _globals['_OPENSHMREQUEST']._serialized_end=836
+  _globals['_OPENSHMRESPONSE']._serialized_start=838
+  _globals['_OPENSHMRESPONSE']._serialized_end=876
+  _globals['_OPENLANEREQUEST']._serialized_start=879
+  _globals['_OPENLANEREQUEST']._serialized_end=1071
+  _globals['_STEPSHAPE']._serialized_start=1073
+  _globals['_STEPSHAPE']._serialized_end=1113
+  _globals['_OPENLANERESPONSE']._serialized_start=1115
+  _globals['_OPENLANERESPONSE']._serialized_end=1174
+  _globals['_HINTREQUEST']._serialized_start=1177
+  _globals['_HINTREQUEST']._serialized_end=1333
+  _globals['_HINTRESPONSE']._serialized_start=1335
+  _globals['_HINTRESPONSE']._serialized_end=1396
+  _globals['_EXPERTSERVICEGETSTATSREQUEST']._serialized_start=1398
+  _globals['_EXPERTSERVICEGETSTATSREQUEST']._serialized_end=1428
+  _globals['_EXPERTSERVICEGETSTATSRESPONSE']._serialized_start=1431
+  _globals['_EXPERTSERVICEGETSTATSRESPONSE']._serialized_end=1913
+  _globals['_EXPERTLOAD']._serialized_start=1915
+  _globals['_EXPERTLOAD']._serialized_end=1974
+  _globals['_EXPERTSERVICE']._serialized_start=1977
+  _globals['_EXPERTSERVICE']._serialized_end=2558
 # @@protoc_insertion_point(module_scope)

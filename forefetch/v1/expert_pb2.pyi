@@ -16,7 +16,7 @@ class ExpertServiceDescribeRequest(_message.Message):
     def __init__(self, router: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class ExpertServiceDescribeResponse(_message.Message):
-    __slots__ = ("model_digest", "model", "shard", "shards", "layers", "hidden_size", "dtype", "device", "shm_domain", "instance_id", "max_rows", "version", "expert_format", "generation", "capacity", "row_pairs", "lanes")
+    __slots__ = ("model_digest", "model", "shard", "shards", "layers", "hidden_size", "dtype", "device", "shm_domain", "instance_id", "max_rows", "version", "expert_format", "generation", "capacity", "row_pairs", "lanes", "moves")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class ExpertServiceDescribeResponse(_message.Message):
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     ROW_PAIRS_FIELD_NUMBER: _ClassVar[int]
     LANES_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     model: str
     shard: int
@@ -51,7 +52,8 @@ class ExpertServiceDescribeResponse(_message.Message):
     capacity: int
     row_pairs: int
     lanes: str
-    def __init__(self, model_digest: _Optional[str] = ..., model: _Optional[str] = ..., shard: _Optional[int] = ..., shards: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., device: _Optional[str] = ..., shm_domain: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_rows: _Optional[int] = ..., version: _Optional[str] = ..., expert_format: _Optional[str] = ..., generation: _Optional[int] = ..., capacity: _Optional[int] = ..., row_pairs: _Optional[int] = ..., lanes: _Optional[str] = ...) -> None: ...
+    moves: bool
+    def __init__(self, model_digest: _Optional[str] = ..., model: _Optional[str] = ..., shard: _Optional[int] = ..., shards: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., device: _Optional[str] = ..., shm_domain: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_rows: _Optional[int] = ..., version: _Optional[str] = ..., expert_format: _Optional[str] = ..., generation: _Optional[int] = ..., capacity: _Optional[int] = ..., row_pairs: _Optional[int] = ..., lanes: _Optional[str] = ..., moves: bool = ...) -> None: ...
 
 class PlaceRequest(_message.Message):
     __slots__ = ("epoch", "planner", "experts")

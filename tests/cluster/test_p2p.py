@@ -5,14 +5,16 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from cluster_calls import SMALL, Background, Router, Start
 from reference_model import CASES, Oracle
 
-from forefetch import settings, shm
+from forefetch import rpc, settings, shm
 from forefetch.cluster import Cluster
 from forefetch.process import Process
+from forefetch.v1 import expert_pb2, expert_pb2_grpc
 
 pytestmark = pytest.mark.skipif(bool(shm.unsupported()), reason=shm.unsupported())
 
@@ -24,8 +26,8 @@ FLAGS = (*SMALL, "--worker-grace-s=60", "--p2p-halves-from=4", "--p2p-patience-s
 
 @pytest.fixture(scope="module")
 def cluster(start: Start) -> Cluster:
-    """Workers with slots for half of their experts, so that calls over lanes also wait for copies."""
-    return start(CASE, link="p2p", router=FLAGS, worker=("--slots=50%",))
+    """Workers with slots for half of their experts: calls over lanes also wait for copies, and hints travel beside them."""
+    return start(CASE, link="p2p", router=(*FLAGS, "--hints=plain"), worker=("--slots=50%",))
 
 
 @pytest.fixture
@@ -48,6 +50,33 @@ def test_answers_are_the_oracles(router: Router, oracle: Callable[[str], Oracle]
     after = router.stats()
     assert after.p2p_steps > before.p2p_steps
     assert after.p2p_breaks == before.p2p_breaks
+
+
+def test_hints_go_by_grpc_while_steps_cross_lanes_and_what_became_of_them_comes_back(router: Router, cluster: Cluster) -> None:
+    """What workers count for themselves is what the router was told, by layer."""
+    before, began = router.stats(), asked(cluster)
+    router.generate(PROMPT, 48)
+    after, ended = router.stats(), asked(cluster)
+    assert after.p2p_steps - before.p2p_steps >= 40
+    assert after.hints.sent - before.hints.sent > 40
+    assert sum(worker.hints for worker in ended) > sum(worker.hints for worker in began)
+    for name in ("hits", "late", "misses", "resident", "copied_bytes"):
+        told, known = (sum(getattr(layer, name) for layer in stats.hints.layers) for stats in (after, before))
+        counted = sum(getattr(worker, name) for worker in ended) - sum(getattr(worker, name) for worker in began)
+        assert told - known == counted, name
+    new = [sum(layer.hits + layer.late for layer in stats.hints.layers) for stats in (before, after)]
+    assert new[1] > new[0], "hints were there before their layers' calls"
+    assert sum(layer.all.found for layer in after.hints.layers) > sum(layer.all.found for layer in before.hints.layers)
+
+
+def asked(cluster: Cluster) -> list[Any]:
+    """What workers say of themselves."""
+    found = []
+    for name in cluster.worker_names:
+        with rpc.channel(cluster.processes[name].address) as channel:
+            stub = expert_pb2_grpc.ExpertServiceStub(channel)
+            found.append(stub.GetStats(expert_pb2.ExpertServiceGetStatsRequest(), timeout=5.0))
+    return found
 
 
 @pytest.mark.parametrize("streams", [1, 4])

@@ -36,7 +36,12 @@ def cluster_of(**changes: Any) -> Cluster:
     return Cluster.start(config, extra=Extra(router=FLAGS, worker=FLOAT32))
 
 
-WAYS = {"one GPU": {"link": "local", "device": "cuda:0"}, "apart": {"gpus": GPUS, "apart": True}, "spread": {"gpus": GPUS}}
+WAYS: dict[str, dict[str, Any]] = {
+    "one GPU": {"link": "local", "device": "cuda:0"},
+    "apart": {"gpus": GPUS, "apart": True},
+    "spread": {"gpus": GPUS},
+    "slots": {"gpus": GPUS, "spread": True, "slots": "50%", "hints": "plain"},  # on both sides
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +63,7 @@ def expected(clusters: dict[str, Cluster]) -> list[int]:
     return tokens
 
 
-@pytest.fixture(scope="module", params=["apart", "spread"])
+@pytest.fixture(scope="module", params=["apart", "spread", "slots"])
 def cluster(clusters: dict[str, Cluster], request: pytest.FixtureRequest) -> Cluster:
     return clusters[request.param]
 
@@ -79,7 +84,13 @@ def test_answers_are_one_gpus(router: Router, expected: list[int]) -> None:
     assert router.generate(PROMPT, 64).tokens == expected[:64]
     streams = [Background(router, PROMPT, 64) for _ in range(4)]
     assert [stream.done().tokens for stream in streams] == [expected[:64]] * 4
-    assert router.stats().p2p_breaks == before
+    after = router.stats()
+    assert after.p2p_breaks == before
+    if after.hints.setting == "plain":
+        assert after.hints.sent > 0
+        assert after.hints.failures == 0
+        for names in (("hits", "late"), ("misses",), ("copied_bytes",)):
+            assert sum(getattr(layer, name) for layer in after.hints.layers for name in names) > 0, names
 
 
 def test_a_worker_killed_in_a_step_costs_no_token(router: Router, cluster: Cluster, expected: list[int]) -> None:

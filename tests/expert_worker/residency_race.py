@@ -1,4 +1,5 @@
-"""Layers in one process, choices and copies in another, over the same memory: what two streams of a GPU do, in the interpreter.
+"""Layers in one process, choices and copies in two others, which take turns, over the same memory: what streams of a GPU do, in
+the interpreter.
 
     python residency_race.py LAYERS
 
@@ -13,6 +14,7 @@ import os
 import random
 import signal
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -26,16 +28,18 @@ import torch
 from triton_interpreter import complete_interpreter
 
 from expert_worker.in_place import InPlaceExperts
+from expert_worker.moving import turn
 from expert_worker.packed import PackedExperts
 from forefetch.kernels import residency
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat
-from forefetch.kernels.residency.state import Residents
+from forefetch.kernels.residency.state import Mover, Residents
 from forefetch.synthetic import open_model
 
 complete_interpreter()
 
 SHAPE = "layers=3,hidden_size=64,moe_intermediate_size=32,experts=8,num_experts_per_tok=2,vocab_size=64"
 SLOTS, LAYERS, EXPERTS = 7, 3, 8
+BROUGHT = residency.COUNTERS.index("brought")
 _MAPS: list[mmap.mmap] = []  # kept: tensors do not
 
 
@@ -59,15 +63,14 @@ def shared_state(few: InPlaceExperts) -> Residents:
     return new
 
 
-def move(state: Residents, draw: random.Random) -> None:
-    """Chooses and copies for ever, for the layers behind wherever the other process is."""
+def move(state: Residents, mover: Mover, draw: random.Random) -> None:
+    """Chooses and copies for ever, for the layers behind wherever the first process is."""
     while True:
         now = max(0, int(state.active)) if draw.random() < 0.7 else draw.randrange(LAYERS)
         state.chance[draw.randrange(LAYERS * EXPERTS)] = 0.95
         state.averages[:, draw.randrange(LAYERS * EXPERTS)] = draw.random() / 4
-        residency.spare(state, now)
-        residency.pick(state, now, min(2, LAYERS - 1 - now))
-        residency.bring(state, now)
+        turn(state, mover, now, min(2, LAYERS - 1 - now), residency.LEAST, afresh=True)
+        time.sleep(draw.random() / 100)  # else who has had a turn has the next
 
 
 def main() -> None:
@@ -80,20 +83,31 @@ def main() -> None:
     whole, few = PackedExperts(*model, **how), InPlaceExperts(*model, slots=SLOTS, **how)
     few.state = state = shared_state(few)
     few._move = lambda place, chosen: None  # type: ignore[method-assign]
-    child = os.fork()
-    if child == 0:
-        move(state, random.Random(1))
+    movers = [Mover.of(state, shared(torch.zeros_like(state.counters))) for _ in range(2)]
+    children = list[int]()
+    for number, mover in enumerate(movers):
+        mover.jobs, mover.granted = shared(mover.jobs), shared(mover.granted)
+        children.append(os.fork())
+        if children[-1] == 0:
+            move(state, mover, random.Random(number))
     try:
         numbers = torch.Generator().manual_seed(2)
-        for number in range(int(sys.argv[1])):
+        least = int(sys.argv[1])
+        for number in range(20 * least):
+            if number >= least and all(int(mover.counters[BROUGHT]) for mover in movers):
+                break
             x, logits = torch.randn(1, 64, generator=numbers), torch.randn(1, EXPERTS, generator=numbers)
             out = few.route(number % LAYERS, x, logits).clone()
             if not torch.equal(out, whole.route(number % LAYERS, x, logits)):
                 raise SystemExit(f"layer {number}: the output is not that of resident experts")
     finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    counters = dict(zip(residency.COUNTERS, state.counters.tolist(), strict=True))
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    brought = [int(mover.counters[BROUGHT]) for mover in movers]
+    counters = dict(zip(residency.COUNTERS, state.counters.tolist(), strict=True)) | {"brought": sum(brought)}
+    if not all(brought):
+        raise SystemExit("one of the two had no turn")
     if not (counters["brought"] > SLOTS and counters["hits"] + counters["resident"] and counters["late"] + counters["misses"]):
         raise SystemExit(f"too little happened: {counters}")
     print(counters)

@@ -87,7 +87,7 @@ def until(condition: Callable[[], Any]) -> None:
 def test_a_step_that_was_not_agreed_on_ends_the_lane_alone(step: Step, model: Model, worker: Process) -> None:
     link, lane = opened(model, worker)
     with closing(link):
-        lane.announce(step)
+        lane.announce(step, 1)
         until(lambda: lane.down)
         assert "not agreed on" in lane.down
         still_answers(link, model)
@@ -96,7 +96,7 @@ def test_a_step_that_was_not_agreed_on_ends_the_lane_alone(step: Step, model: Mo
 def test_rows_that_never_come_end_the_lane_alone(model: Model, worker: Process) -> None:
     link, lane = opened(model, worker)
     with closing(link):
-        lane.announce(Step(2, 1))
+        lane.announce(Step(2, 1), 1)
         until(lambda: lane.down)
         assert "no signal within 0.3 s" in lane.down
         still_answers(link, model)

@@ -56,10 +56,10 @@ def test_announced_steps_come_in_order_and_lost_ones_are_noticed() -> None:
     assert list(listener.steps(0)) == []
     steps = [Step(rows, 1 + rows % 2) for rows in range(2, 12)]
     for step in steps:
-        announcer.announce(step)
-    assert list(listener.steps(0)) == steps
+        announcer.announce(step, step.rows)
+    assert list(listener.steps(0)) == [(step, step.rows) for step in steps]
     for _ in range(PLACES + 1):
-        announcer.announce(Step(1, 1))
+        announcer.announce(Step(1, 1), 0)
     with pytest.raises(LinkDown, match="not in the ring"):
         list(listener.steps(0))
 

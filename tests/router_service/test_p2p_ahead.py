@@ -52,7 +52,7 @@ class Worker(threading.Thread):
         self._said = threading.Semaphore(0)
         self.start()
 
-    def announce(self, step: Step) -> None:
+    def announce(self, step: Step, number: int) -> None:
         self.announced.append(step)
         self._said.release()
 
@@ -107,7 +107,7 @@ class LanesRig(SealedEngine):
         trunk, spec = self.model.trunk, self.model.trunk.spec
         self.shape = LaneShape(LANES, spec.hidden_size, spec.top_k, len(spec.moe_layers), 4)
         self.lanes = HostLanes(partial(choose, top_k=spec.top_k, rule=spec.gate_rule, renormalise=spec.renormalise), PATIENCE_S)
-        row = SimpleNamespace(link=object(), address="w0:1")
+        row = SimpleNamespace(link=object(), address="w0:1", index=0, copies=False)
         self.table: Any = SimpleNamespace(rows=[row], owners=np.zeros((1, spec.layers, spec.num_experts)), lanes=LaneCounts())
         experts = LaneExperts(spec, self.lanes, LANES, torch.float32, torch.device("cpu"))
         opener: Any = Opener(self, lives)

@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from forefetch.errors import LinkDown
+from forefetch.hints import ExpertHint
+from forefetch.wire import Verified
 
 pytestmark = [
     pytest.mark.multigpu,
@@ -76,8 +79,8 @@ class Here:
 
 @dataclass
 class Bench:
-    """One rig and two workers on the other GPU, one with all experts and one with the second half. `gates` [L, rows, H]: what
-    the last step's gates saw."""
+    """One rig and workers on the other GPU: with all experts, with the second half, and with slots for half of all. `gates`
+    [L, rows, H]: what the last step's gates saw."""
 
     rig: Any
     processes: dict[str, Any]
@@ -124,17 +127,23 @@ def bench() -> Iterator[Bench]:
     from benchmarks.p2p import prepared, table_of, worker_on
 
     other = "cuda:0" if ALONE else "cuda:1"
-    with worker_on(other, MODEL, "int4") as whole, worker_on(other, MODEL, "int4", spread=True) as half:
+    slots = ["--slots=50%", "--miss=in-place", "--cache-dir=none"]
+    with (
+        worker_on(other, MODEL, "int4") as whole,
+        worker_on(other, MODEL, "int4", spread=True) as half,
+        worker_on(other, MODEL, "int4", more=slots) as few,
+    ):
         rig = prepared(MODEL, "int4", "bfloat16", BATCH, CONTEXT)
         hidden, device = rig.spec.hidden_size, rig.device
         rig.trunk.head = torch.eye(hidden, dtype=rig.dtype, device=device)
-        for process in (whole, half):
+        for process in (whole, half, few):
             process.wait_ready(120.0)
         tables = {"apart": table_of(rig, whole, "int4"), "spread": table_of(rig, half, "int4", spread=True)}
+        tables["slots"] = table_of(rig, few, "int4")
         gates = torch.zeros(len(rig.spec.moe_layers), BATCH, hidden, dtype=rig.dtype, device=device)
         with pytest.MonkeyPatch.context() as patch:
             watch(patch, gates)
-            yield Bench(rig, {"apart": whole, "spread": half}, tables, gates)
+            yield Bench(rig, {"apart": whole, "spread": half, "slots": few}, tables, gates)
         for table in tables.values():
             table.close()
 
@@ -219,6 +228,25 @@ def test_experts_apart_are_one_gpus(bench: Bench) -> None:
         expected = bench.here(rows)
         model, buffers = bench.over("apart", rows)
         same(bench.step(model, buffers, rows), expected, f"{rows} rows in one part")
+        model.close()
+
+
+def test_experts_that_come_and_go_are_those_that_stay(bench: Bench) -> None:
+    """In slots for half of them, moved by the worker's GPU within its recorded step, and ahead of time by hints: every bit."""
+    (worker,) = bench.tables["slots"].rows
+    draw = np.random.default_rng(3)
+    for rows, parts in ((BATCH, 1), (BATCH, 2), (FEW, 1)):
+        model, buffers = bench.over("slots", rows, parts)
+        plain, few = bench.recorded(rows // parts)
+        expected = bench.step(plain, few, rows // parts)
+        for _ in range(4):
+            for layer in range(1, 6):
+                named = draw.permutation(64)[:6].astype(np.int32)
+                worker.link.hint(ExpertHint(1, layer - 1, layer, 0, named, np.full(6, 0.9, np.float32), 0))
+            same(bench.step(model, buffers, rows), expected, f"{rows} rows in {parts}")
+        found = Verified(*model._lanes.told[0].tolist())
+        print(f"{rows} rows in {parts}:", found, flush=True)
+        assert min(found.hits + found.late, found.misses, found.resident, found.copied_bytes) > 0
         model.close()
 
 

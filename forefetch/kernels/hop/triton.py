@@ -73,11 +73,18 @@ def take(state: State, at: Offsets, first: int, out: Tensor, lag: int, patience_
     )
 
 
+def told(state: State, told_at: int, out: Tensor) -> None:
+    """out int64 [W, N] = what the workers have written at byte `told_at` of their outboxes; behind the step's last `take`."""
+    words = out.shape[1]
+    _told[(len(out),)](state.table, out, told_at, words, triton.next_power_of_2(words), num_warps=1)
+
+
 def turn(inbox: Tensor, outbox: Tensor, state: Tensor, lock: Tensor, patience_ns: int, *, answer: bool, wait: bool) -> None:
     """One program between a worker's calls: signals that the last one's results are in `outbox`, awaits the next in `inbox`.
 
-    state [2] int32: calls taken, fault. lock [1] int32 is held from the wait to the answer, so that what runs between has the
-    device to itself among all who take it. Without inbox and outbox (empty tensors) only the lock is moved.
+    state [3] int32: calls taken, fault, whether we hold the lock. lock [1] int32 is held from the wait to the answer, so that
+    what runs between has the device to itself among all who take it; not, if it could not be had in time (fault 2). Without
+    inbox and outbox (empty tensors) only the lock is moved.
     """
     _turn[(1,)](inbox, outbox, state, lock, patience_ns, inbox.numel() > 0, answer, wait, num_warps=1)
 
@@ -118,6 +125,15 @@ def _put(
             _signal(inbox, number)
 
 
+@triton.jit
+def _told(table, out, told_at, WORDS: tl.constexpr, ROOM: tl.constexpr):
+    lane, word = tl.program_id(0), tl.arange(0, ROOM)
+    outbox = tl.load(table + 2 * lane + 1)
+    said = (outbox + told_at).to(tl.pointer_type(tl.int64)) + word
+    counts = tl.load(said, mask=(outbox != 0) & (word < WORDS), other=0, cache_modifier=".cg")
+    tl.store(out + lane * WORDS + word, counts, mask=word < WORDS)
+
+
 @triton.jit(do_not_specialize=["first", "lag"])
 def _take(
     table, counts, fault, out, results_at, first, size, lag, patience_ns, LANES: tl.constexpr, OWN: tl.constexpr,
@@ -138,7 +154,9 @@ def _take(
 @triton.jit
 def _turn(inbox, outbox, state, lock, patience_ns, LANE: tl.constexpr, ANSWER: tl.constexpr, WAIT: tl.constexpr):
     if ANSWER:
-        tl.atomic_xchg(lock, 0, sem="release", scope="gpu")
+        if tl.load(state + 2) != 0:
+            tl.atomic_xchg(lock, 0, sem="release", scope="gpu")
+            tl.store(state + 2, 0)
         if LANE:
             if tl.load(state + 1, volatile=True) == 0:
                 _signal(outbox.to(tl.int64), tl.load(state))
@@ -151,6 +169,7 @@ def _turn(inbox, outbox, state, lock, patience_ns, LANE: tl.constexpr, ANSWER: t
         held = tl.atomic_cas(lock, 0, 1, sem="acquire", scope="gpu")
         while (held != 0) & (_now() - began < patience_ns):
             held = tl.atomic_cas(lock, 0, 1, sem="acquire", scope="gpu")
+        tl.store(state + 2, (held == 0).to(tl.int32))
         if held != 0:
             tl.atomic_cas(state + 1, 0, 2, sem="relaxed", scope="gpu")
 

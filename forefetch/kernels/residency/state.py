@@ -18,6 +18,22 @@ MOST_TARGETS = 2  # layers that heads name at a time
 
 
 @dataclass
+class Mover:
+    """One of several who choose copies: what it chose, whether its turn was granted, and where its copies are counted."""
+
+    jobs: Tensor  # int32 [L, C, 2], as Residents.jobs
+    granted: Tensor  # int32 [1]
+    counters: Tensor  # int64 [len(COUNTERS)]
+
+    @staticmethod
+    def of(state: Residents, counters: Tensor | None = None) -> Mover:
+        """A new one. counters: where its copies are counted, unless with all others."""
+        return Mover(
+            torch.full_like(state.jobs, -1), torch.zeros_like(state.active), state.counters if counters is None else counters
+        )
+
+
+@dataclass
 class Residents:
     """`slots` uint8 [S, stride] on the device; `host` uint8 [N, stride], pinned if that is a GPU, `aligned` to the slots.
 
@@ -58,6 +74,7 @@ class Residents:
         self.active = ints(1) - 1  # the layer whose kernels may be reading
         self.averages = torch.full((2, total), 1.0 / self.experts, device=device)  # of use: quick and slow to forget
         self.chance = torch.zeros(total, device=device)  # that the next call needs it, as heads say
+        self.moving = ints(1)  # whether a Mover has its turn
         self.jobs = ints(self.layers, self.most_copies, 2) - 1  # what `pick` chose at each layer's gate
         self.candidates = 1 << (2 * self.most_copies - 1).bit_length()  # twice as many as one `pick` may take
         self.spares = ints(self.candidates) - 1  # slots that the next `pick` may empty

@@ -1,4 +1,4 @@
-"""The device's side of residency, in five launches; see `state.py` for what their arguments hold.
+"""The device's side of residency; see `state.py` for what arguments hold. `naming.note` takes hints in, `turns` are kept there.
 
 `enter` and the layer's expert kernels follow one another on one stream, `pick`s and `spare`s on a second, `bring`s on a third,
 each behind its `pick`, and nothing else orders these. Three rules make that safe:
@@ -9,6 +9,7 @@ each behind its `pick`, and nothing else orders these. Three rules make that saf
    change, or `pick` sees that the layer is at work and takes its change back.
 2. The table points to a slot only after the last byte is in it: programs of `bring` count themselves in (acquire, release),
    and the last one publishes, first in the table, then in `coming`. Until then no `pick` gives the slot away.
+   Several who choose copies (lanes, calls over a wire, hints) do so between `grant` and `release`, if they were granted it.
 3. `enter` waits for a copy under way for at most PATIENCE looks, and reads the expert in place when that was not enough.
    Nothing else waits, so whatever becomes of copies, every launch ends.
 """
@@ -23,17 +24,21 @@ from forefetch.kernels.gate.triton import top_k
 
 @triton.jit(do_not_specialize=["pairs", "logits_row", "first_slot", "slots", "layer", "total"])
 def enter(
-    logits, ids, weights, idle, table, coming, active, averages, chance, unused, counts, rows, counters,
+    logits, ids, weights, idle, fault, table, coming, active, averages, chance, unused, counts, rows, counters,
     pairs, logits_row, first_slot, slots, layer, total,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, CHOOSE: tl.constexpr,
-    RENORMALISE: tl.constexpr, IDLE: tl.constexpr, PATIENCE: tl.constexpr, FLOOR: tl.constexpr, CROWD: tl.constexpr,
-    FAST: tl.constexpr, SLOW: tl.constexpr,
+    RENORMALISE: tl.constexpr, IDLE: tl.constexpr, HALTS: tl.constexpr, PATIENCE: tl.constexpr, FLOOR: tl.constexpr,
+    CROWD: tl.constexpr, FAST: tl.constexpr, SLOW: tl.constexpr,
 ):  # fmt: skip
     """One program. rows [E] = where the layer's needed experts are read from now on, until the layer's kernels are done.
 
     CHOOSE: ids and weights [T, K] are found from logits first. IDLE: ids of idle rows become -1, so that they need nothing.
-    Also counts what was found and how, and takes the uses into the averages.
+    Also counts what was found and how, and takes the uses into the averages. HALTS: not behind a fault: another layer may be
+    at work.
     """
+    if HALTS:  # noqa: SIM102 - known when compiled
+        if tl.load(fault, volatile=True) != 0:
+            return
     tl.atomic_xchg(active, layer)
     if CHOOSE:
         for token in range(pairs // K):
@@ -117,37 +122,16 @@ def split(ids, rows, here, absent, pairs, first_slot, slots, BLOCK: tl.constexpr
     tl.store(absent + pair, tl.where(there, -1, expert), mask=pair < pairs)
 
 
-@triton.jit(do_not_specialize=["entries", "per_target", "first"])
-def note(
-    experts, probabilities, chance, misses, entries, per_target, first, E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program. chance of consecutive layers from `first` on = 1 - prod(1 - p) over what rows name; [D, per_target] entries.
-
-    Whatever heads say, numbers come out: ids that are no experts and probabilities that are no numbers count as not named.
-    """
-    for start in range(0, entries, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        expert = tl.load(experts + at, mask=at < entries, other=-1).to(tl.int32)
-        p = tl.load(probabilities + at, mask=at < entries, other=0.0).to(tl.float32)
-        use = (expert >= 0) & (expert < E) & (p > 0.0)
-        missed = tl.log(1.0 - tl.minimum(tl.where(use, p, 0.0), 0.999999))
-        tl.atomic_add(misses + at // per_target * E + expert, missed, mask=use, sem="relaxed")
-    tl.debug_barrier()
-    e = tl.arange(0, EP)
-    real = e < entries // per_target * E
-    missed = tl.load(misses + e, mask=real, other=0.0, volatile=True)
-    tl.store(chance + first * E + e, 1.0 - tl.exp(missed), mask=real)
-    tl.debug_barrier()  # every thread has read before one of them writes
-    tl.store(misses + e, tl.zeros([EP], tl.float32), mask=real)
-
-
 @triton.jit(do_not_specialize=["slots", "now", "layers", "total"])
 def spare(
-    coming, averages, chance, expert_in, spares, until, slots, now, layers, total,
-    E: tl.constexpr, SP: tl.constexpr, CP: tl.constexpr, SURE: tl.constexpr, SHARE: tl.constexpr,
+    coming, averages, chance, expert_in, spares, until, granted, slots, now, layers, total,
+    E: tl.constexpr, SP: tl.constexpr, CP: tl.constexpr, SURE: tl.constexpr, SHARE: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """One program. spares [CP] = slots whose experts are expected to be needed last, as seen from the gate of layer `now`, -1
     for none; until [CP]: calls until then. Ahead of that gate, since looking through all slots takes longer than a choice."""
+    if TURNS:  # noqa: SIM102 - known when compiled
+        if tl.load(granted) == 0:
+            return
     s = tl.arange(0, SP)
     held = tl.load(expert_in + s, mask=s < slots, other=-1)
     there = (s < slots) & (held >= 0) & (held // E != now)  # that layer will be at work
@@ -163,10 +147,10 @@ def spare(
 
 @triton.jit(do_not_specialize=["first_slot", "slots", "now", "first", "targets", "layers", "total"])
 def pick(
-    table, coming, active, averages, chance, home, expert_in, unused, spares, until, jobs, counters,
+    table, coming, active, averages, chance, home, expert_in, unused, spares, until, jobs, counters, granted,
     first_slot, slots, now, first, targets, layers, total, least,
     E: tl.constexpr, EP: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr, COPIES: tl.constexpr, WORTH: tl.constexpr,
-    SURE: tl.constexpr, SHARE: tl.constexpr,
+    SURE: tl.constexpr, SHARE: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """One program, at the gate of layer `now`. jobs [COPIES, 2] = (expert, slot) to be brought, -1 for none.
 
@@ -174,6 +158,9 @@ def pick(
     ones first; a victim is the one of `spares` whose expert is expected to be needed last, and later than the wish. `least`:
     such a chance is also given to what layer `now` itself missed, for its next visit.
     """
+    if TURNS:  # noqa: SIM102 - known when compiled
+        if tl.load(granted) == 0:
+            return
     c = tl.arange(0, DP * EP)
     ahead, e = c // EP, c % EP
     target = tl.where(ahead < targets, first + ahead, now)
@@ -270,10 +257,13 @@ def _vacate(table, active, home, old, row, E: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_slot"])
 def bring(
-    base, table, home, coming, jobs, arrived, first_slot, stride, programs,
-    COPIES: tl.constexpr, BLOCK: tl.constexpr,
+    base, table, home, coming, jobs, arrived, granted, first_slot, stride, programs,
+    COPIES: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Copies each job's expert from its host row into its slot, all programs one job after the other. stride: int32 words."""
+    if TURNS:  # noqa: SIM102 - known when compiled
+        if tl.load(granted) == 0:
+            return
     program = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     for job in tl.static_range(COPIES):

@@ -12,7 +12,7 @@ from forefetch import shm
 from forefetch.kernels.gate import choose
 from forefetch.kernels.hop import triton as hop
 from forefetch.p2p.host import HostLanes, HostPort
-from forefetch.p2p.lane import LaneShape
+from forefetch.p2p.lane import TOLD, TOLD_WORDS, LaneShape
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off"),
@@ -140,14 +140,14 @@ def test_without_lanes_nothing_is_sent_and_zeros_come_back() -> None:
 
 
 def test_a_worker_counts_calls_and_holds_the_lock_between() -> None:
-    asked, answered, state, lock = (torch.zeros(size, dtype=torch.int32) for size in (1, 1, 2, 1))
+    asked, answered, state, lock = (torch.zeros(size, dtype=torch.int32) for size in (1, 1, 3, 1))
     asked[0] = 2
     hop.turn(asked, answered, state, lock, SECOND, answer=False, wait=True)
-    assert (state.tolist(), int(lock), int(answered)) == ([1, 0], 1, 0)
+    assert (state.tolist(), int(lock), int(answered)) == ([1, 0, 1], 1, 0)
     hop.turn(asked, answered, state, lock, SECOND, answer=True, wait=True)
-    assert (state.tolist(), int(lock), int(answered)) == ([2, 0], 1, 1)
+    assert (state.tolist(), int(lock), int(answered)) == ([2, 0, 1], 1, 1)
     hop.turn(asked, answered, state, lock, SECOND, answer=True, wait=False)
-    assert (state.tolist(), int(lock), int(answered)) == ([2, 0], 0, 2)
+    assert (state.tolist(), int(lock), int(answered)) == ([2, 0, 0], 0, 2)
     state[1] = 1
     hop.turn(asked, answered, state, lock, SECOND, answer=True, wait=False)
     asked[0] = 3
@@ -156,8 +156,30 @@ def test_a_worker_counts_calls_and_holds_the_lock_between() -> None:
 
 def test_the_lock_can_be_taken_without_a_lane() -> None:
     lock = torch.zeros(1, dtype=torch.int32)
-    nothing, state = lock[:0], torch.zeros(2, dtype=torch.int32)
+    nothing, state = lock[:0], torch.zeros(3, dtype=torch.int32)
     hop.turn(nothing, nothing, state, lock, SECOND, answer=False, wait=True)
     assert int(lock) == 1
     hop.turn(nothing, nothing, state, lock, SECOND, answer=True, wait=False)
-    assert (int(lock), state.tolist()) == (0, [0, 0])
+    assert (int(lock), state.tolist()) == (0, [0, 0, 0])
+
+
+def test_a_lock_that_was_not_had_is_not_given_back() -> None:
+    """Behind a fault a lane goes on without it; who holds it keeps it."""
+    lock = torch.ones(1, dtype=torch.int32)
+    nothing, state = lock[:0], torch.zeros(3, dtype=torch.int32)
+    hop.turn(nothing, nothing, state, lock, 0, answer=False, wait=True)
+    assert state.tolist() == [0, 2, 0]
+    hop.turn(nothing, nothing, state, lock, 0, answer=True, wait=False)
+    assert int(lock) == 1
+
+
+def test_a_router_reads_what_its_workers_have_told() -> None:
+    both = Lanes(2, torch.zeros(1, 1, EXPERTS))
+    for lane, port in enumerate(both.ports):
+        port.told.copy_(torch.arange(TOLD_WORDS) + 100 * lane)
+    found = torch.zeros(2, TOLD_WORDS, dtype=torch.int64)
+    hop.told(both.state, TOLD, found)
+    assert torch.equal(found, torch.stack([port.told for port in both.ports]))
+    both.state.table.zero_()
+    hop.told(both.state, TOLD, found)
+    assert not found.any(), "nobody is there"
