@@ -118,6 +118,8 @@ def levels(parts: Parts, which: str) -> Tensor:
     """Levels of K or V: float32 [pages, T, D], without the third bits of `mixed`."""
     format = parts.format
     flat = _fields(parts.section(f"{which}_codes"), _table(format))
+    if format.name == "fp4":  # its signs are not in the bytes of their magnitudes
+        flat *= _fields(parts.section(f"{which}_codes"), _SIGNS4).view(len(flat), -1, 4, 2).mT.flatten(1)
     if format.name == "asym3":
         flat = flat + _fields(parts.section(f"{which}_thirds"), _SIGNS)[:, _third_place(format, which)]
     natural = _natural(flat, format, which)
@@ -131,12 +133,14 @@ def _fields(packed: Tensor, table: Tensor) -> Tensor:
 
 @lru_cache
 def _table(format: KvFormat) -> Tensor:
-    """Levels of the codes in each of 256 bytes: float32 [256, 8 / code bits]."""
-    fields = orders.unpack(torch.arange(256, dtype=torch.uint8)[:, None], format.code_bits)
+    """Levels of the codes in each of 256 bytes, without signs in `fp4`: float32 [256, 8 / code bits]."""
+    every = torch.arange(256, dtype=torch.uint8)[:, None]
+    fields = torch.cat((every & 7, every >> 4 & 7), 1) if format.code_bits == 4 else orders.unpack(every, format.code_bits)
     return torch.tensor(format.levels, dtype=torch.float32)[fields.int()]
 
 
 _SIGNS = orders.unpack(torch.arange(256, dtype=torch.uint8)[:, None], 1).float() * 2 - 1
+_SIGNS4 = -_SIGNS[:, (7, 3)]  # +-1 of the two fields whose signs are in byte b of a word: b and b + 4
 
 
 @lru_cache

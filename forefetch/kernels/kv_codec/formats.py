@@ -9,10 +9,11 @@ blob. A value is `scale * level + zero`; for keys scale and zero belong to a cha
 | `asym2` | -3 -1 +1 +3                                                    | 2 bits              | 2.34              |
 | `mixed` | -6 -2 +2 +6, and +-1 more in the `thirds` worst channels of K  | 2 bits, some 3      | 2.47 (32 channels)|
 | `asym3` | -7 -5 ... +7 as the same 2 bits and +-1                        | 2-bit + 1-bit plane | 3.34              |
-| `fp4`   | E2M1 doubled: 0 1 2 3 4 6 8 12 and their negatives (bit 3)     | 4 bits              | 4.47              |
+| `fp4`   | 3 10 16 24 32 40 48 64 and their negatives (bit 3)             | 4 bits              | 4.47              |
 
 `fp4` has a scale per 32 elements (K: 32 tokens of a channel, V: 32 channels of a token) as float8 E4M3, times a power of two
-for the page. `outliers` channels of K lie in float16 beside the codes; their scale, zero and codes are 0, so that the dense
+for the page. Its levels are floats of sign, exponent and two bits of mantissa, sixteen of them: E2M1, which has the same size,
+spends two codes on zero and most others near it, and costs 1.1 to 1.5 dB more (benchmarks/LOG.md). `outliers` channels of K lie in float16 beside the codes; their scale, zero and codes are 0, so that the dense
 part adds `0 * level + 0`.
 
 Sections of a blob, each starting at a multiple of 128 bytes, absent where the format does not need them (offsets: e2m0,
@@ -49,13 +50,14 @@ MAX_OUTLIERS = 6
 MAX_THIRDS = 96
 SATURATION = 6e4
 """Magnitudes are clamped to this before anything else, so that nothing of a page can become infinite in float16."""
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
+_FP4 = (3, 10, 16, 24, 32, 40, 48, 64)
+"""Lloyd's levels for 32 Gaussian values under their own scale (1, 3.0, 5.2, 7.5, 10, 12.9, 16.3, 21.1), as float8 E5M2 has them."""
 LEVELS = {
     "e2m0": (1, 4, -1, -4),
     "asym2": (-3, -1, 1, 3),
     "mixed": (-6, -2, 2, 6),
     "asym3": (-6, -2, 2, 6),
-    "fp4": (*_E2M1, *(-level for level in _E2M1)),
+    "fp4": (*_FP4, *(-level for level in _FP4)),
 }
 """Level of each code. `mixed` and `asym3`: +1 where the third bit is set and -1 where it is not, in channels that have one."""
 NAMES = tuple(LEVELS)
@@ -148,7 +150,7 @@ class KvFormat:
         """Canonical text of everything that the bytes depend on besides name, page and geometry; part of content keys. `recent`
         is among it: deeper layers' keys and values follow from what shallower ones attended to. The codec counts how often what
         sealing makes of equal values has changed."""
-        codec = 3 if self.name == "fp4" else 2
+        codec = 4 if self.name == "fp4" else 2
         return f"codec={codec} outliers={self.outliers} thirds={self.thirds} sinks={self.sinks} recent={self.recent}"
 
 

@@ -20,11 +20,12 @@ The other widths follow the 2-bit place (a, j), so that a kernel's registers hol
 
 `fp4` meets float16 tensor cores instead, 8 codes to a word `a`, field f:
 
-    K  (token t, channel c)  a = t * D/8 + (c>>3);  f = c1 | c2<<1 | c0<<2
-    V  (token t, channel d)  a = (d>>3)<<7 | (d&7)<<4 | ((t>>1)&3)<<2 | t>>5;  f = t3 | t4<<1 | t0<<2
+    K  (token t, channel c)  a = t * D/8 + (c>>3);  f = c1 | c0<<1 | c2<<2
+    V  (token t, channel d)  a = (d>>3)<<7 | (d&7)<<4 | ((t>>1)&3)<<2 | t>>5;  f = t3 | t0<<1 | t4<<2
 
-A byte's two codes of 4 bits, each a sign s and a magnitude m, lie as s0 m1 m0 s1 from the top: a mask, after at most one shift
-for each of sign and magnitude, leaves a float16 number (the level times 2^-15).
+A code of 4 bits is a sign and a magnitude. Magnitude f is the lower three bits of nibble f, as `prmt` wants its selector; the
+signs of fields 0 to 3 are bits 7, 15, 23 and 31, where the bytes have theirs that it makes of these, those of 4 to 7 bits 3, 11,
+19 and 27.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def _v_fragment(t: Tensor, d: Tensor) -> Place:
 def _half_fragment(t: Tensor, c: Tensor, dim: int, which: str) -> Tensor:
     """fp4: where a code lies among codes."""
     if which == "k":
-        return (t * (dim // 8) + (c >> 3)) * 8 + ((c >> 1) & 3 | (c & 1) << 2)
+        return (t * (dim // 8) + (c >> 3)) * 8 + ((c >> 1) & 1 | (c & 1) << 1 | c & 4)
     word = (c >> 3) << 7 | (c & 7) << 4 | ((t >> 1) & 3) << 2 | t >> 5
-    return word * 8 + ((t >> 3) & 3 | (t & 1) << 2)
+    return word * 8 + ((t >> 3) & 1 | (t & 1) << 1 | ((t >> 4) & 1) << 2)
 
 
 def _position(a: Tensor, j: Tensor, bits: int) -> Tensor:
@@ -113,8 +114,11 @@ def inverse(format: KvFormat, table: str, bits: int = 2) -> Tensor:
 def pack(fields: Tensor, bits: int) -> Tensor:
     """uint8 fields [..., n] below 2**bits -> bytes [..., n * bits / 8], the first in the lowest bits; 4 bits: see above."""
     if bits == 4:
-        a, b = fields[..., ::2], fields[..., 1::2]
-        return (a >> 3) << 7 | (b & 7) << 4 | (a & 7) << 1 | b >> 3
+        words = fields.reshape(*fields.shape[:-1], -1, 2, 4)
+        signs = words >> 3
+        magnitudes = (words & 7).flatten(-2).unflatten(-1, (4, 2))  # of each byte
+        both: Tensor = magnitudes[..., 0] | magnitudes[..., 1] << 4 | signs[..., 0, :] << 7 | signs[..., 1, :] << 3
+        return both.flatten(-2)
     per = 8 // bits
     parts = fields.reshape(*fields.shape[:-1], -1, per)
     packed: Tensor = parts[..., 0].clone()
@@ -126,8 +130,8 @@ def pack(fields: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse of `pack`: uint8 [..., n * 8 / bits]."""
     if bits == 4:
-        pairs = packed >> 1 & 7 | packed >> 7 << 3, packed >> 4 & 7 | (packed & 1) << 3
-        return torch.stack(pairs, -1).flatten(-2)
+        signs = torch.stack((packed >> 7, packed >> 3 & 1), -1).unflatten(-2, (-1, 4)).mT.flatten(-3)
+        return torch.stack((packed & 7, packed >> 4 & 7), -1).flatten(-2) | signs << 3
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     fields: Tensor = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return fields.flatten(-2)

@@ -38,10 +38,10 @@ def _place(t, c, KEYS: tl.constexpr, F: tl.constexpr):
         return flat >> 4, flat & 15
     if _get(F, "code_bits") == 4:
         if KEYS:
-            at = (t * (D // 8) + (c >> 3)) * 8 + ((c >> 1) & 3 | (c & 1) << 2)
+            at = (t * (D // 8) + (c >> 3)) * 8 + ((c >> 1) & 1 | (c & 1) << 1 | c & 4)
         else:
             word = (c >> 3) << 7 | (c & 7) << 4 | ((t >> 1) & 3) << 2 | t >> 5
-            at = word * 8 + ((t >> 3) & 3 | (t & 1) << 2)
+            at = word * 8 + ((t >> 3) & 1 | (t & 1) << 1 | ((t >> 4) & 1) << 2)
         return at >> 4, at & 15
     if KEYS:
         rest = c % (D // 4)
@@ -52,14 +52,33 @@ def _place(t, c, KEYS: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
+def _sign_at(f):
+    """Which bit of a word is the sign of its field f of 4 bits."""
+    return 8 * (f & 3) + 7 - (f & 4)
+
+
+@triton.jit
+def _nibble(word, f):
+    """Field f of 4 bits of a word."""
+    return (word >> 4 * f) & 7 | ((word >> _sign_at(f)) & 1) << 3
+
+
+@triton.jit
+def level_of(code):
+    """fp4: codes -> levels, int32."""
+    m = code & 7
+    return tl.where(m < 2, 3 + 7 * m, 8 * m + 8 * (m == 7).to(tl.int32)) * (1 - 2 * (code >> 3))
+
+
+@triton.jit
 def _field(section, a, j, inside, BITS: tl.constexpr):
     """The field of BITS bits at place (a, j)."""
     at = a * 16 + j
     if BITS == 1:
         at = (a >> 1) * 32 + 4 * (j >> 1) + 2 * (a & 1) + (j & 1)
-    byte = tl.load(section + at * BITS // 8, mask=inside, other=0).to(tl.int32)
     if BITS == 4:
-        return tl.where(at & 1 == 0, byte >> 1 & 7 | byte >> 7 << 3, byte >> 4 & 7 | (byte & 1) << 3)
+        return _nibble(tl.load(section.to(tl.pointer_type(tl.int32)) + (at >> 3), mask=inside, other=0), at & 7)
+    byte = tl.load(section + at * BITS // 8, mask=inside, other=0).to(tl.int32)
     return (byte >> (at * BITS % 8)) & ((1 << BITS) - 1)
 
 
@@ -99,12 +118,11 @@ def _nibbles(section, start, KEYS: tl.constexpr, F: tl.constexpr):
         word = tl.load(words + start * (D // 8) + tl.arange(0, 4 * D)[:, None])
     else:
         word = tl.load(words + tl.arange(0, 4 * D)[:, None] * 4 + start // 32)
-    byte = word >> (f >> 1) * 8 & 255
-    code = tl.where(f & 1 == 0, byte >> 1 & 7 | byte >> 7 << 3, byte >> 4 & 7 | (byte & 1) << 3)
-    if KEYS:  # token, word, c0, c2-1
-        return tl.reshape(tl.permute(tl.reshape(code, (32, D // 8, 2, 4)), (0, 1, 3, 2)), (32, D))
-    code = tl.reshape(code, (D, 4, 2, 4))  # channel, t2-1, t0, t4-3
-    return tl.reshape(tl.permute(code, (3, 1, 2, 0)), (32, D))
+    code = _nibble(word, f)
+    if KEYS:  # token, word, c2, c0, c1
+        return tl.reshape(tl.permute(tl.reshape(code, (32, D // 8, 2, 2, 2)), (0, 1, 2, 4, 3)), (32, D))
+    code = tl.reshape(code, (D, 4, 2, 2, 2))  # channel, t2-1, t4, t0, t3
+    return tl.reshape(tl.permute(code, (2, 4, 1, 3, 0)), (32, D))
 
 
 @triton.jit
@@ -131,8 +149,7 @@ def _levels(page, start, KEYS: tl.constexpr, F: tl.constexpr, C: tl.constexpr):
     elif NAME == "asym2":
         level = 2 * code - 3
     elif NAME == "fp4":
-        exponent, low = (code >> 1) & 3, code & 1
-        level = tl.where(exponent == 0, low, (2 + low) << tl.maximum(exponent - 1, 0)) * (1 - 2 * (code >> 3))
+        level = level_of(code)
     else:
         level = 4 * code - 6
     if NAME == "asym3":

@@ -45,8 +45,9 @@ def operand(parts: Parts, which: str, masked: int = 0) -> Tensor:
     for chunk in range(4):
         if parts.format.name == "fp4":
             some = words(parts, f"{which}_codes")[chunk * 512 : chunk * 512 + 512]
-            out = ptx.elements(ptx.run(decode._DECODE4.value, {4: some}, 4), np.float16)
-            levels = torch.from_numpy(out.astype(np.float32)) * decode.LEVEL.value
+            table, other, one = (np.full(512, number & 0xFFFFFFFF, np.uint32) for number in (low, high, ONE))
+            registers = ptx.run(decode._DECODE4.value, {4: some, 12: table, 20: other, 28: one}, 4)
+            levels = torch.from_numpy(ptx.elements(registers, np.float16).astype(np.float32))
             chunks.append(reordered(decode.levels_to_k16, levels))
             continue
         some = words(parts, f"{which}_codes")[chunk * 256 : chunk * 256 + 256] & ~np.uint32(masked)

@@ -10,9 +10,9 @@ from forefetch.kernels.kv_codec.formats import ALIGN, SATURATION
 THIRDS = {"mixed": 16}
 FORMATS = ("e2m0", "asym2", "mixed", "asym3", "fp4")
 # Signal to quantisation noise of a Gaussian at 128 values a group: Lloyd-Max reaches 9.3 dB with 2 bits and 14.6 with 3. A
-# scale with slope 1 costs 0.3 of it, levels that span the range 1 to 1.5. fp4 with a scale per 32 was seen at 20.8. A tenth of
+# scale with slope 1 costs 0.3 of it, levels that span the range 1 to 1.5. fp4 with a scale per 32 was seen at 21.9. A tenth of
 # a decibel is what 6 pages of 16,384 values leave to chance; half a one is a defect.
-DECIBEL = {"e2m0": 8.8, "asym2": 8.8, "asym3": 12.5, "fp4": 20.3}
+DECIBEL = {"e2m0": 8.8, "asym2": 8.8, "asym3": 12.5, "fp4": 21.4}
 
 
 def make(name: str, head_dim: int = 128, **options: int) -> KvFormat:
@@ -108,11 +108,11 @@ def test_what_comes_back_is_as_close_as_the_format_allows(name: str, head_dim: i
 
 
 def test_scales_of_fp4_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scale that puts the largest value on the last level leaves 1 dB more error than the best of its neighbours."""
+    """The scale that puts the largest value on the last level leaves 0.5 dB more error than the best of its neighbours."""
     values = torch.randn(6, 128, 128, generator=torch.Generator().manual_seed(1))
     searched = fit.fit_fp4(values, torch.ones(128)).error.sum()
     monkeypatch.setattr(fit, "NEARBY", (0, 1))
-    assert fit.fit_fp4(values, torch.ones(128)).error.sum() > 1.2 * searched
+    assert fit.fit_fp4(values, torch.ones(128)).error.sum() > 1.1 * searched
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -7,6 +7,7 @@ that varies from step to step is read on the device, so one captured launch serv
 from __future__ import annotations
 
 import math
+import struct
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -108,16 +109,20 @@ def decode_sealed(
 
 
 def level_bytes(format: KvFormat) -> tuple[int, int]:
-    """The four levels of 2-bit codes, a byte each, as signed 32-bit numbers: without and with a third bit (`asym3`)."""
+    """The four levels of 2-bit codes, a byte each, as signed 32-bit numbers: without and with a third bit (`asym3`). `fp4`: the
+    upper bytes of its eight magnitudes as float16, whose lower ones are 0."""
     third = int(format.name == "asym3")
-    tables = ([(level + way) & 255 for level in format.levels[:4]] for way in (-third, third))
+    tables = [[(level + way) & 255 for level in format.levels[:4]] for way in (-third, third)]
+    if format.name == "fp4":
+        upper = [struct.pack(">e", level)[0] for level in format.levels[:8]]
+        tables = [upper[:4], upper[4:]]
     low, high = (int.from_bytes(bytes(table), "little", signed=True) for table in tables)
     return low, high
 
 
 @lru_cache
 def _tables(name: str, device: torch.device) -> Tensor:
-    """`level_bytes` on the device, for each lane: int32 [2, 32]. Not read for `fp4`."""
+    """`level_bytes` on the device, for each lane: int32 [2, 32]."""
     low, high = level_bytes(KvFormat(name, thirds=16 if name == "mixed" else 0))
     return torch.tensor([[low] * 32, [high] * 32], dtype=torch.int32, device=device)
 

@@ -56,24 +56,27 @@ prmt.b32 $3, $36, $52, odd_up;
 }""")
 _DECODE3_PINS = gl.constexpr("=r,=r,=r,=r," + ",".join(["r"] * 80))
 
-# 8 codes of E2M1 -> 8 float16 numbers, the level times 2^-15: exponent and mantissa lie where float16 has them. A byte's other
-# code has its magnitude 5 bits and its sign 15 bits too low (in the upper bytes after a shift by 8); one product moves both,
-# and what else it makes is masked.
+# 8 codes of 4 bits -> 8 float16 numbers. A level is a float16 whose upper byte says everything; `prmt` looks four up in two
+# tables ($12, $20) of four magnitudes each, and brings their signs' bits to where these bytes have theirs. 1.0 is $28.
 _DECODE4 = gl.constexpr("""{
-.reg .b32 part;
-shl.b32 part, $4, 8;
-and.b32 $0, part, 0x8e008e00;
-and.b32 part, $4, 0x00710071;
-mad.lo.s32 part, part, 0x8020, 0;
-and.b32 $1, part, 0x8e008e00;
-and.b32 $2, $4, 0x8e008e00;
-shr.u32 part, $4, 8;
-and.b32 part, part, 0x00710071;
-mad.lo.s32 part, part, 0x8020, 0;
-and.b32 $3, part, 0x8e008e00;
+.reg .b32 chosen, chosen_up, lower, upper, signs;
+.reg .b16 low, high, unit, unused;
+mov.b32 {unit, unused}, $28;
+and.b32 chosen, $4, 0x77777777;
+mov.b32 {low, high}, chosen;
+mul.rn.f16 high, high, unit;
+mov.b32 chosen_up, {high, high};
+prmt.b32 lower, $12, $20, chosen;
+prmt.b32 upper, $12, $20, chosen_up;
+lop3.b32 lower, $4, 0x80808080, lower, 0xea;
+shl.b32 signs, $4, 4;
+lop3.b32 upper, signs, 0x80808080, upper, 0xea;
+prmt.b32 $0, lower, 0, 0x2404;
+and.b32 $1, lower, 0xff00ff00;
+prmt.b32 $2, upper, 0, 0x2404;
+and.b32 $3, upper, 0xff00ff00;
 }""")
-_DECODE4_PINS = gl.constexpr("=r,=r,=r,=r," + ",".join(["r"] * 8))
-LEVEL = gl.constexpr(2.0**15)
+_DECODE4_PINS = gl.constexpr("=r,=r,=r,=r," + ",".join(["r"] * 32))
 
 # 32 bits -> 32 bytes of 0 or 2.
 _BITS = gl.constexpr("""{
@@ -112,12 +115,14 @@ def decode(buffer, thirds, chunk: gl.constexpr, table, one, PLANE: gl.constexpr)
     `table`: two of four levels each, int32 [32] with equal elements. `PLANE`: words of `thirds` hold the code's third bit."""
     W: gl.constexpr = 256
     LAYOUT: gl.constexpr = words_by(W)
-    words = _repeated(buffer.slice(chunk * W, W).load(gl.SliceLayout(1, LAYOUT)), W, LAYOUT)
-    tables, ones = _repeated(_per_word(table[0], LAYOUT), W, LAYOUT), gl.full([W, 16], one, gl.int32, LAYOUT)
+    WORDS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    words = _repeated(buffer.slice(chunk * W, W).load(WORDS), W, 16, LAYOUT)
+    tables, ones = _repeated(_per_word(table[0], W, WORDS), W, 16, LAYOUT), gl.full([W, 16], one, gl.int32, LAYOUT)
     if PLANE:
         third = thirds.slice(chunk * (W // 2), W // 2).load(thirds_by(W // 2))
-        third = gl.convert_layout(gl.reshape(gl.join(third << 2, third), (W,)), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-        operands = [words, _repeated(third, W, LAYOUT), tables, _repeated(_per_word(table[1], LAYOUT), W, LAYOUT), ones]
+        third = gl.convert_layout(gl.reshape(gl.join(third << 2, third), (W,)), WORDS, assert_trivial=True)
+        others = _repeated(_per_word(table[1], W, WORDS), W, 16, LAYOUT)
+        operands = [words, _repeated(third, W, 16, LAYOUT), tables, others, ones]
         levels = gl.inline_asm_elementwise(_DECODE3, _DECODE3_PINS, operands, dtype=gl.int8, is_pure=True, pack=16)
     else:
         levels = gl.inline_asm_elementwise(_DECODE, _DECODE_PINS, [words, tables, ones], dtype=gl.int8, is_pure=True, pack=16)
@@ -132,17 +137,19 @@ def load_table(levels):
 
 
 @gluon.jit
-def _per_word(table, LAYOUT: gl.constexpr):
-    """[32] -> [256]: a lane's element for each of its words."""
+def _per_word(table, W: gl.constexpr, WORDS: gl.constexpr):
+    """[32] -> [W], 256 or 512: a lane's element for each of its words."""
     wide = gl.join(gl.join(table, table), gl.join(table, table))
-    wide = gl.reshape(gl.permute(gl.join(wide, wide), (3, 0, 1, 2)), (256,))  # chunk of 128 words, lane, word of the lane
-    return gl.convert_layout(wide, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    wide = gl.permute(gl.join(wide, wide), (3, 0, 1, 2))  # chunk of 128 words, lane, word of the lane
+    if W == 512:
+        wide = gl.permute(gl.join(wide, wide), (4, 0, 1, 2, 3))
+    return gl.convert_layout(gl.reshape(wide, (W,)), WORDS, assert_trivial=True)
 
 
 @gluon.jit
-def _repeated(words, W: gl.constexpr, LAYOUT: gl.constexpr):
-    """[W] -> [W, 16] in equal columns."""
-    words, _ = gl.broadcast(gl.expand_dims(words, 1), gl.full([W, 16], 0, gl.int32, LAYOUT))
+def _repeated(words, W: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """[W] -> [W, COUNT] in equal columns."""
+    words, _ = gl.broadcast(gl.expand_dims(words, 1), gl.full([W, COUNT], 0, gl.int32, LAYOUT))
     return words
 
 
@@ -155,13 +162,17 @@ def levels_to_k8(levels):
 
 
 @gluon.jit
-def decode_half(buffer, chunk: gl.constexpr):
-    """`fp4`: words [chunk * 512, chunk * 512 + 512) of shared memory -> float16 operand B [128, 32], levels times 2^-15."""
+def decode_half(buffer, chunk: gl.constexpr, tables, one):
+    """`fp4`: words [chunk * 512, chunk * 512 + 512) of shared memory -> float16 operand B [128, 32].
+
+    `tables`: magnitudes 0 to 3 and 4 to 7, a byte each, int32 [32] with equal elements."""
     W: gl.constexpr = 512
     LAYOUT: gl.constexpr = halves_by(W)
-    words = gl.expand_dims(buffer.slice(chunk * W, W).load(gl.SliceLayout(1, LAYOUT)), 1)
-    words, _ = gl.broadcast(words, gl.full([W, 8], 0, gl.int32, LAYOUT))
-    levels = gl.inline_asm_elementwise(_DECODE4, _DECODE4_PINS, [words], dtype=gl.float16, is_pure=True, pack=8)
+    WORDS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    words = _repeated(buffer.slice(chunk * W, W).load(WORDS), W, 8, LAYOUT)
+    low, high = _repeated(_per_word(tables[0], W, WORDS), W, 8, LAYOUT), _repeated(_per_word(tables[1], W, WORDS), W, 8, LAYOUT)
+    operands = [words, low, high, gl.full([W, 8], one, gl.int32, LAYOUT)]
+    levels = gl.inline_asm_elementwise(_DECODE4, _DECODE4_PINS, operands, dtype=gl.float16, is_pure=True, pack=8)
     return gl.convert_layout(levels_to_k16(levels), B16, assert_trivial=True)
 
 

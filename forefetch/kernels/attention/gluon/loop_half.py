@@ -8,7 +8,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from forefetch.kernels.attention.gluon.copies import get, load_keys, load_meta, load_quarter, load_values, pick
-from forefetch.kernels.attention.gluon.decode import LEVEL
 from forefetch.kernels.attention.gluon.layouts import CHANNELS, CHUNK, FLAT, QUERY, by_column
 from forefetch.kernels.attention.gluon.loop_columns import hide_sinks_columns, raise_top_columns, with_page_columns
 from forefetch.kernels.attention.gluon.loops import HEADROOM
@@ -17,17 +16,17 @@ from forefetch.kernels.attention.gluon.page_half import UP, add_half_values, hal
 
 
 @gluon.jit
-def _scores(query, head, pages, more, buffers, slots, picked, factor, scale, F: gl.constexpr):
+def _scores(query, head, pages, more, buffers, slots, picked, factor, scale, tables, one, F: gl.constexpr):
     """Scores of a page as four [32, 8]. `pages`: (this, the next); `more`: whether there is a next one; `slots` of the ring:
     where the first half of K's codes is, and the second."""
     N: gl.constexpr = get(F, "outliers")
     ring, scales = buffers[0], buffers[1]._reinterpret(gl.int8, [4, 128], FLAT)
-    base, unit = zero_columns(query.load(QUERY), buffers[2].load(CHANNELS), 8) * scale[None, :], scale * (factor * LEVEL)
+    base, unit = zero_columns(query.load(QUERY), buffers[2].load(CHANNELS), 8) * scale[None, :], scale * factor
     nothing = gl.zeros([CHUNK, 8], gl.float32, by_column(CHUNK, 8))
     parts, at = (nothing, nothing, nothing, nothing), slots[0]
     for half in gl.static_range(2):
         async_copy.wait_group(2)
-        some = half_scores(query.load(QUERY), ring.index(at), scales, half, base, picked, buffers[3], unit, N)
+        some = half_scores(query.load(QUERY), ring.index(at), scales, half, base, picked, buffers[3], unit, tables, one, N)
         parts = parts[2], parts[3], some[0], some[1]
         if half == 0:
             load_quarter(ring.index(slots[0]), head, pages[0], pages[0] >= 0, 3, F)
@@ -39,13 +38,13 @@ def _scores(query, head, pages, more, buffers, slots, picked, factor, scale, F: 
 
 
 @gluon.jit
-def _add_values(sums, weights, head, coming, more, buffers, slots, unit, F: gl.constexpr):
+def _add_values(sums, weights, head, coming, more, buffers, slots, unit, tables, one, F: gl.constexpr):
     """`sums` with the page's values; `slots`: where the halves of V's codes are."""
     ring, scales = buffers[0], buffers[1]._reinterpret(gl.int8, [4, 128], FLAT)
     at = slots[0]
     for half in gl.static_range(2):
         async_copy.wait_group(2)
-        some = add_half_values(sums, weights, ring.index(at), scales, half, unit)
+        some = add_half_values(sums, weights, ring.index(at), scales, half, unit, tables, one)
         sums = sums[2], sums[3], some[0], some[1]
         if half == 0:
             load_quarter(ring.index(slots[0]), head, coming, more, 1, F)
@@ -57,7 +56,9 @@ def _add_values(sums, weights, head, coming, more, buffers, slots, unit, F: gl.c
 
 
 @gluon.jit
-def attend_half_pages(state, query, head, span, pages, k_buffers, v_buffers, q, scales, G: gl.constexpr, F: gl.constexpr):
+def attend_half_pages(
+    state, query, head, span, pages, k_buffers, v_buffers, tables, one, q, scales, G: gl.constexpr, F: gl.constexpr
+):
     """The span's pages: see `loop_columns.attend_pages_columns`, with 8 columns."""
     N: gl.constexpr = get(F, "outliers")
     table, first, last = span
@@ -74,7 +75,7 @@ def attend_half_pages(state, query, head, span, pages, k_buffers, v_buffers, q, 
         second, third = gl.where(slot == 2, 0, slot + 1), gl.where(slot == 0, 2, slot - 1)
         async_copy.wait_group(2)
         parts = _scores(
-            query, head, (page, coming), more, k_buffers, (slot, second), picked, meta[1], scales[1], F
+            query, head, (page, coming), more, k_buffers, (slot, second), picked, meta[1], scales[1], tables, one, F
         )  # fmt: skip
         if get(F, "sinks") > 0:
             if p == 0:
@@ -88,8 +89,8 @@ def attend_half_pages(state, query, head, span, pages, k_buffers, v_buffers, q, 
         async_copy.wait_group(2)
         weights, page_total, page_weighted = soft_half(parts, page_top, v_buffers[2])
         total, weighted = with_page_columns(total, weighted, page_total, page_weighted, share * 0.125)  # there are 8 equal rows
-        unit = share * (meta[0] * LEVEL)
-        sums = _add_values(sums, weights, head, coming, more, v_buffers, (third, slot), unit, F)
+        unit = share * meta[0]
+        sums = _add_values(sums, weights, head, coming, more, v_buffers, (third, slot), unit, tables, one, F)
         meta, page, coming, slot = following, coming, after, second
     async_copy.wait_group(0)
     return top, total, weighted, sums

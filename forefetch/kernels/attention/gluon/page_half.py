@@ -31,7 +31,7 @@ UP = gl.constexpr(6)  # queries and weights are brought below 2^6: their product
 
 
 @gluon.jit
-def half_scores(q, codes, scales, half, base, picked, outliers, unit, N: gl.constexpr):
+def half_scores(q, codes, scales, half, base, picked, outliers, unit, tables, one, N: gl.constexpr):
     """Scores (base 2) of tokens 64 half to 64 half + 63 as two [32, 8]. q [8, 128] float16 by channel; `codes`: these tokens',
     `scales` [4, 128] and `outliers` the page's, in shared memory; `picked`: N of [8], scaled q[outlier]; `base` [32, 8]: the
     score's part that is the same for all tokens; `unit` [8]: scores per unit of q scale level."""
@@ -41,7 +41,7 @@ def half_scores(q, codes, scales, half, base, picked, outliers, unit, N: gl.cons
     others, parts = outlier_columns(picked, vectors, base, 8, N), ()
     for j in gl.static_range(2):
         operand = gl.convert_layout(gl.permute(_scaled_query(q, scales, half * 2 + j), (1, 0)), B16, assert_trivial=True)
-        acc = columns(mma_v2(as_rows(decode_half(codes, j)), operand, gl.zeros([CHUNK, 8], gl.float32, MMA)), 8)
+        acc = columns(mma_v2(as_rows(decode_half(codes, j, tables, one)), operand, gl.zeros([CHUNK, 8], gl.float32, MMA)), 8)
         parts = parts + (acc * unit[None, :] + others[j],)
     return parts
 
@@ -67,7 +67,7 @@ def _weight(score, top):
 
 
 @gluon.jit
-def add_half_values(sums, weights, codes, scales, half, unit):
+def add_half_values(sums, weights, codes, scales, half, unit, tables, one):
     """Adds `unit` [8] times the page's weighted values of channels 64 half to 64 half + 63 to the first two of `sums`, [32, 8]
     each; `weights` [8, 128] float16 by token, `codes`: these channels', in shared memory, `scales` [4, 128] the page's."""
     added = ()
@@ -75,7 +75,7 @@ def add_half_values(sums, weights, codes, scales, half, unit):
         operand = gl.convert_layout(
             gl.permute(_scaled_weights(weights, scales, half * 2 + j), (1, 0)), B16, assert_trivial=True
         )
-        acc = columns(mma_v2(as_rows(decode_half(codes, j)), operand, gl.zeros([CHUNK, 8], gl.float32, MMA)), 8)
+        acc = columns(mma_v2(as_rows(decode_half(codes, j, tables, one)), operand, gl.zeros([CHUNK, 8], gl.float32, MMA)), 8)
         added = added + (sums[j] + acc * unit[None, :],)
     return added
 

@@ -19,7 +19,7 @@ from forefetch.kernels.kv_codec.sealing.entries import VARIABLE, entry, head_of,
 from forefetch.kernels.kv_codec.sealing.fit import factor_of, total
 from forefetch.kernels.kv_codec.sealing.grids import CHANNELS, KEYS, TOKENS, columns, put_meta, put_outliers, worst
 from forefetch.kernels.kv_codec.sealing.pack import put_keys, put_values
-from forefetch.kernels.kv_codec.triton import _at, _get, _stored
+from forefetch.kernels.kv_codec.triton import _at, _get, _stored, level_of
 
 if TYPE_CHECKING:
     from forefetch.kernels.kv_codec.sealing import Job
@@ -57,25 +57,17 @@ def _power_of_2(count):
 def _codes(y, step):
     """`fit._codes4`: int32."""
     size = tl.abs(y)
-    code = (size > 0.5 * step).to(tl.int32) + (size > 1.5 * step).to(tl.int32) + (size > 2.5 * step).to(tl.int32)
-    code += (size > 3.5 * step).to(tl.int32) + (size > 5.0 * step).to(tl.int32) + (size > 7.0 * step).to(tl.int32)
-    code += (size > 10.0 * step).to(tl.int32)
-    code = tl.where((y < 0.0) & (code > 0), code | 8, code)
+    code = (size > 6.5 * step).to(tl.int32) + (size > 13.0 * step).to(tl.int32) + (size > 20.0 * step).to(tl.int32)
+    code += (size > 28.0 * step).to(tl.int32) + (size > 36.0 * step).to(tl.int32) + (size > 44.0 * step).to(tl.int32)
+    code += (size > 56.0 * step).to(tl.int32)
+    code = tl.where(y < 0.0, code | 8, code)
     return tl.where(step > 0.0, code, 0)
-
-
-@triton.jit
-def _meaning(code):
-    """E2M1 codes -> levels, int32."""
-    exponent, low = (code >> 1) & 3, code & 1
-    level = tl.where(exponent == 0, low, (2 + low) << tl.maximum(exponent - 1, 0))
-    return level * (1 - 2 * (code >> 3))
 
 
 @triton.jit
 def _spans(y, AXIS: tl.constexpr):
     """The scale that puts a group's largest value on the last level: float64, its axis kept."""
-    return tl.expand_dims(tl.max(tl.abs(y), AXIS), AXIS).to(tl.float64) / 12
+    return tl.expand_dims(tl.max(tl.abs(y), AXIS), AXIS).to(tl.float64) / 64
 
 
 @triton.jit
@@ -108,14 +100,15 @@ def _number(byte):
 
 
 @triton.jit
-def _search(y, scale, factor, AXIS: tl.constexpr):
-    """Bytes of the scales of each group along AXIS of y that leave the least error, and that; axes kept. `scale`: `_spans`."""
+def _search(y, counted, scale, factor, AXIS: tl.constexpr):
+    """Bytes of the scales of each group along AXIS of y that leave the least error where `counted`, and that; axes kept.
+    `scale`: `_spans`."""
     start = _byte(scale, factor)
     byte, least = start, tl.full(start.shape, float("inf"), tl.float64)
     for away in range(_NEAREST, _FARTHEST):
         tried = tl.minimum(tl.maximum(start + away, 0), 126)
         step = _number(tried) * factor
-        off = y - _meaning(_codes(y, step)).to(tl.float32) * step
+        off = tl.where(counted, y - level_of(_codes(y, step)).to(tl.float32) * step, 0.0)
         error = total(off * off, AXIS)
         byte, least = tl.where(error < least, tried, byte), tl.minimum(error, least)
     return byte, least
@@ -173,12 +166,14 @@ def _span_values(v, zeros, scales, share, where, F: tl.constexpr, C: tl.constexp
 
 @triton.jit
 def _scale_keys(
-    y, weight, scales, errors, chosen, share, F: tl.constexpr, R: tl.constexpr, KS: tl.constexpr, WEIGHTED: tl.constexpr
+    y, weight, scales, errors, chosen, share, skip,
+    F: tl.constexpr, R: tl.constexpr, KS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     group, channel = _key_groups(share, R)
+    counted = group * _GROUP + tl.arange(0, _GROUP)[None, None, :] >= skip
     factor, known = _factor(scales, KS)[None, None, :], group < _get(F, "page") // _GROUP
     at = group * _get(F, "head_dim") + channel
-    byte, least = _search(y, tl.load(scales + at, mask=known, other=0.0), factor, 2)
+    byte, least = _search(y, counted, tl.load(scales + at, mask=known, other=0.0), factor, 2)
     tl.store(chosen + at, byte.to(tl.uint8), mask=known)
     error = tl.sum(tl.where(known, least, 0.0), 1)
     c = (share * _CHANNELS + tl.arange(0, _CHANNELS))[:, None]
@@ -193,7 +188,8 @@ def _scale_values(v, zeros, scales, page, share, where, F: tl.constexpr, C: tl.c
     y = _values(v, zeros, start, where, F, C, False)
     PER: tl.constexpr = VS // _get(F, "page")
     factor = _factor(scales, VS)[None, None, :]
-    byte, _ = _search(y, tl.load(scales + t * PER + group, mask=group < PER, other=0.0), factor, 2)
+    counted = group * _GROUP + tl.arange(0, _GROUP)[None, None, :] < _get(F, "head_dim")
+    byte, _ = _search(y, counted, tl.load(scales + t * PER + group, mask=group < PER, other=0.0), factor, 2)
     code = tl.where(t >= where[4], _codes(y, _number(byte) * factor), 0)
     put_values(page, tl.reshape(code, (_TOKENS, C)), start, F, C)
     tl.store(page + _at(F, "v_scale") + group * _get(F, "page") + _stored(t, F), byte.to(tl.uint8), mask=group < PER)
@@ -240,7 +236,7 @@ def _scale_pages(
         scales, own = doubles + unit.to(tl.int64) * (KS + VS), zeros + unit * (D + T)
         if share < D // _CHANNELS:
             y = _channels(head_of(k, unit // entries, heads, outer, inner), own, share, where, F, R, False)
-            _scale_keys(y, weight + unit * D, scales, errors + unit * D, chosen + unit * KS, share, F, R, KS, WEIGHTED)
+            _scale_keys(y, weight + unit * D, scales, errors + unit * D, chosen + unit * KS, share, where[4], F, R, KS, WEIGHTED)
         else:
             page = head_of(pages, unit // entries, 1, page_group, 0) + where[0].to(tl.int64) * _get(F, "blob_bytes")
             _scale_values(head_of(v, unit // entries, heads, outer, inner), own, scales + KS, page, share, where, F, C, VS)
@@ -252,7 +248,7 @@ def _towards(y, counted, step):
     code, least = tl.zeros(y.shape, tl.int32), tl.full([y.shape[0], 1], float("inf"), tl.float64)
     for turn in range(_TURNS):
         tried = _codes(y * factor_of(turn, _NUDGE), step)
-        miss = tl.abs(total(tl.where(counted, (_meaning(tried).to(tl.float32) * step - y) * y, 0.0), 1))
+        miss = tl.abs(total(tl.where(counted, (level_of(tried).to(tl.float32) * step - y) * y, 0.0), 1))
         code, least = tl.where(miss < least, tried, code), tl.minimum(miss, least)
     return code
 

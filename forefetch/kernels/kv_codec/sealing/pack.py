@@ -10,13 +10,13 @@ from torch import Tensor
 
 from forefetch.kernels.kv_codec import orders
 from forefetch.kernels.kv_codec.formats import KvFormat
-from forefetch.kernels.kv_codec.triton import _at, _get, _place
+from forefetch.kernels.kv_codec.triton import _at, _get, _place, _sign_at
 
 
 @triton.jit
-def _nibble(code, second):
-    """The share of a code of 4 bits: sign and magnitude of the first and the second of a byte."""
-    return tl.where(second, (code & 7) << 4 | code >> 3, (code >> 3) << 7 | (code & 7) << 1)
+def _share(code, f):
+    """What a code of 4 bits gives to its word as field f."""
+    return (code & 7) << 4 * f | (code >> 3) << _sign_at(f)
 
 
 @triton.jit
@@ -28,19 +28,23 @@ def _put(section, byte, t, c, KEYS: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
+def _put_words(section, word, t, c, KEYS: tl.constexpr, F: tl.constexpr):
+    """Stores words of 8 codes of 4 bits whose first field is that of (t, c)."""
+    a, j = _place(t, c, KEYS, F)
+    tl.store(section.to(tl.pointer_type(tl.int32)) + (2 * a + (j >> 3)), word, mask=(c < _get(F, "head_dim")) & (t >= 0))
+
+
+@triton.jit
 def put_keys(page, code, start, F: tl.constexpr, N: tl.constexpr, C: tl.constexpr):
     """Codes int32 [N, C] of tokens from `start` on into K's section."""
     section, t, c = page + _at(F, "k_codes"), start + tl.arange(0, N)[:, None], tl.arange(0, C)[None, :]
     if _get(F, "code_bits") == 2:
         byte = tl.sum(tl.reshape(code << (2 * (c & 3)), (N, C // 4, 4)), 2)
         _put(section, byte, t, tl.arange(0, C // 4)[None, :] * 4, True, F)
-    elif _get(F, "fragment_order"):
-        byte = tl.sum(tl.reshape(_nibble(code, (c & 2) > 0), (N, C // 4, 2, 2)), 2)
-        at = tl.arange(0, C // 2)[None, :]
-        _put(section, tl.reshape(byte, (N, C // 2)), t, (at >> 1) * 4 + (at & 1), True, F)
     else:
-        byte = tl.sum(tl.reshape(_nibble(code, (c & 1) > 0), (N, C // 2, 2)), 2)
-        _put(section, byte, t, tl.arange(0, C // 2)[None, :] * 2, True, F)
+        f = (c >> 1) & 1 | (c & 1) << 1 | c & 4 if _get(F, "fragment_order") else c & 7
+        word = tl.sum(tl.reshape(_share(code, f), (N, C // 8, 8)), 2)
+        _put_words(section, word, t, tl.arange(0, C // 8)[None, :] * 8, True, F)
 
 
 @triton.jit
@@ -55,12 +59,12 @@ def put_values(page, code, start, F: tl.constexpr, C: tl.constexpr):
         byte = tl.sum(tl.reshape(code << (2 * (t & 3)), (8, 4, C)), 1)
         _put(section, byte, start + tl.arange(0, 8)[:, None] * 4, c, False, F)
     elif _get(F, "fragment_order"):
-        byte = tl.sum(tl.reshape(_nibble(code, (t & 8) > 0), (2, 2, 8, C)), 1)
-        at = tl.arange(0, 16)[:, None]
-        _put(section, tl.reshape(byte, (16, C)), start + (at >> 3) * 16 + (at & 7), c, False, F)
+        share = tl.reshape(_share(code, (t >> 3) & 1 | (t & 1) << 1 | ((t >> 4) & 1) << 2), (4, 4, 2, C))  # t4-3, t2-1, t0
+        word = tl.sum(tl.sum(share, 2), 0)
+        _put_words(section, word, start + tl.arange(0, 4)[:, None] * 2, c, False, F)
     else:
-        byte = tl.sum(tl.reshape(_nibble(code, (t & 1) > 0), (16, 2, C)), 1)
-        _put(section, byte, start + tl.arange(0, 16)[:, None] * 2, c, False, F)
+        word = tl.sum(tl.reshape(_share(code, t & 7), (4, 8, C)), 1)
+        _put_words(section, word, start + tl.arange(0, 4)[:, None] * 8, c, False, F)
 
 
 _ORDERS: dict[tuple[KvFormat, str, torch.device], Tensor] = {}
