@@ -50,14 +50,20 @@ class Cell:
     nats_fp16: float = 0.0
     squares: float = 0.0
     agreed: int = 0
+    apart: float = 0.0
+    apart_squares: float = 0.0
 
-    def add(self, nats: Tensor, plain: Tensor, agreed: Tensor) -> None:
-        """Per prediction: nats under the setup and under float16, whether the likeliest tokens are the same."""
+    def add(self, nats: Tensor, plain: Tensor, agreed: Tensor, apart: Tensor | None = None) -> None:
+        """Per prediction: nats under the setup and under float16, whether the likeliest tokens are the same, and the divergence
+        (`divergence`), where it is asked for."""
         self.count += len(nats)
         self.nats += float(nats.sum())
         self.nats_fp16 += float(plain.sum())
         self.squares += float((nats - plain).square().sum())
         self.agreed += int(agreed.sum())
+        if apart is not None:
+            self.apart += float(apart.sum())
+            self.apart_squares += float(apart.square().sum())
 
     @property
     def ppl(self) -> float:
@@ -79,6 +85,16 @@ class Cell:
         """One standard error of `change`, by the spread of single predictions."""
         mean = (self.nats - self.nats_fp16) / self.count
         return math.sqrt(max(0.0, self.squares / self.count - mean * mean) / self.count)
+
+    @property
+    def divergence(self) -> float:
+        """Mean divergence (KL) of the predictions from float16's, in nats: it scatters far less than perplexity does."""
+        return self.apart / self.count
+
+    @property
+    def divergence_error(self) -> float:
+        """One standard error of `divergence`, by the spread of single predictions."""
+        return math.sqrt(max(0.0, self.apart_squares / self.count - self.divergence**2) / self.count)
 
     @property
     def agreement(self) -> float:
@@ -136,7 +152,9 @@ class Meter:
 
     def score(self, setup: Setup, window: Window) -> tuple[Tensor, Tensor]:
         """Nats of each next token, and the likeliest token, [R - 1] each."""
-        logits = self.logits(setup, window.ids)[:-1]
+        return self._scored(self.logits(setup, window.ids)[:-1], window)
+
+    def _scored(self, logits: Tensor, window: Window) -> tuple[Tensor, Tensor]:
         targets = torch.tensor(window.ids[1:], device=self.device)
         parts = zip(torch.split(logits, HEAD_ROWS), torch.split(targets, HEAD_ROWS), strict=True)
         return torch.cat([cross_entropy(*part, reduction="none") for part in parts]), logits.argmax(-1)
@@ -147,17 +165,28 @@ class Meter:
         """Every setup over every window; `done` is called after each."""
         found = [Measured(setup) for setup in setups]
         for window in windows:
-            plain, chosen = self.score(Setup("fp16", None), window)
+            exact = self.logits(Setup("fp16", None), window.ids)[:-1]
+            plain, chosen = self._scored(exact, window)
             for measured in found:
                 same = measured.setup.format is None and not measured.setup.rounded
-                nats, likeliest = (plain, chosen) if same else self.score(measured.setup, window)
+                logits = exact if same else self.logits(measured.setup, window.ids)[:-1]
+                (nats, likeliest), apart = self._scored(logits, window), divergence(exact, logits)
                 for context in contexts:
                     span = slice(context // 2, min(context, len(plain)))
-                    part = nats[span], plain[span], likeliest[span] == chosen[span]
+                    part = nats[span], plain[span], likeliest[span] == chosen[span], apart[span]
                     measured.cells.setdefault(context, Cell()).add(*part)
                     measured.by_text.setdefault((context, window.text), Cell()).add(*part)
                 done(measured.setup)
         return found
+
+
+def divergence(exact: Tensor, logits: Tensor) -> Tensor:
+    """KL of each row's prediction from the exact one, in nats: logits [R, V] each -> [R]."""
+    parts = []
+    for pair in zip(torch.split(exact, HEAD_ROWS), torch.split(logits, HEAD_ROWS), strict=True):
+        p, q = (part.log_softmax(-1) for part in pair)
+        parts.append((p.exp() * (p - q)).sum(-1))
+    return torch.cat(parts)
 
 
 def windows(model: Path, texts: Sequence[Path], length: int, tokens: int) -> list[Window]:

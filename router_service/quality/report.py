@@ -33,6 +33,8 @@ def as_json(found: Sequence[Measured], spec: ModelSpec) -> list[dict[str, Any]]:
                     "greedy_agreement": round(cell.agreement, 5),
                     "page_bits": round(measured.setup.page_bits(), 4),
                     "standard_error": round(cell.error, 6),
+                    "divergence": round(cell.divergence, 7),
+                    "divergence_error": round(cell.divergence_error, 7),
                     "predictions": cell.count,
                     "text": text,
                 }
@@ -49,6 +51,7 @@ def table(found: Sequence[Measured], spec: ModelSpec, contexts: Sequence[int]) -
     shown.add_column(f"bits, {longest}", justify="right")
     for context in contexts:
         shown.add_column(f"ppl {context}", justify="right")
+    shown.add_column("KL", justify="right")
     shown.add_column("greedy", justify="right")
     shown.add_column(f"cost at {longest}")
     worst = max(1e-9, *(measured.cells[longest].change for measured in found))
@@ -60,6 +63,7 @@ def table(found: Sequence[Measured], spec: ModelSpec, contexts: Sequence[int]) -
             f"{measured.setup.page_bits():.2f}",
             f"{measured.setup.bits(spec, longest):.2f}",
             *(f"{cell.ppl:.3f} {100 * cell.change:+.2f} %" for cell in cells),
+            f"{100 * cells[-1].divergence:.3f} %",
             f"{100 * cells[-1].agreement:.1f} %",
             f"{bar} ±{100 * cells[-1].error:.2f}",
         )

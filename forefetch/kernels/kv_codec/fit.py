@@ -186,9 +186,9 @@ _EDGES = (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2
 _E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 """What bytes 0 to 126 mean."""
 NEARBY = (-2, 4)
-"""Scales that are tried for a group: so many E4M3 numbers from the one that puts its largest value on the last level. Of equally
-good ones the first. Larger ones leave less error in one group of a hundred. Nothing is fitted before: with E2M1's levels least
-squares, rounded to E4M3, left 0.3 dB more error."""
+"""Scales that are tried for a group: so many E4M3 numbers from the one that puts its largest value on the last level. Of
+equally good ones the first. Larger ones leave less error in one group of a hundred. Nothing is fitted before: with E2M1's
+levels least squares, rounded to E4M3, left 0.3 dB more error."""
 
 
 def fit_fp4(x: Tensor, valid: Tensor) -> Fitted4:

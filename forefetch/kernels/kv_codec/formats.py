@@ -13,8 +13,10 @@ blob. A value is `scale * level + zero`; for keys scale and zero belong to a cha
 
 `fp4` has a scale per 32 elements (K: 32 tokens of a channel, V: 32 channels of a token) as float8 E4M3, times a power of two
 for the page. Its levels are floats of sign, exponent and two bits of mantissa, sixteen of them: E2M1, which has the same size,
-spends two codes on zero and most others near it, and costs 1.1 to 1.5 dB more (benchmarks/LOG.md). `outliers` channels of K lie in float16 beside the codes; their scale, zero and codes are 0, so that the dense
-part adds `0 * level + 0`.
+spends two codes on zero and most others near it, and costs 1.1 to 1.5 dB more (benchmarks/LOG.md).
+
+`outliers` channels of K lie in float16 beside the codes; their scale, zero and codes are 0, so that the dense part adds
+`0 * level + 0`.
 
 Sections of a blob, each starting at a multiple of 128 bytes, absent where the format does not need them (offsets: e2m0,
 D = T = 128):
@@ -51,7 +53,7 @@ MAX_THIRDS = 96
 SATURATION = 6e4
 """Magnitudes are clamped to this before anything else, so that nothing of a page can become infinite in float16."""
 _FP4 = (3, 10, 16, 24, 32, 40, 48, 64)
-"""Lloyd's levels for 32 Gaussian values under their own scale (1, 3.0, 5.2, 7.5, 10, 12.9, 16.3, 21.1), as float8 E5M2 has them."""
+"""Lloyd's levels for 32 Gaussian values under their own scale (1, 3.0, 5.2, 7.5, 10, 12.9, 16.3, 21.1) as float8 E5M2."""
 LEVELS = {
     "e2m0": (1, 4, -1, -4),
     "asym2": (-3, -1, 1, 3),

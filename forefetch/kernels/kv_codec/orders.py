@@ -24,8 +24,8 @@ The other widths follow the 2-bit place (a, j), so that a kernel's registers hol
     V  (token t, channel d)  a = (d>>3)<<7 | (d&7)<<4 | ((t>>1)&3)<<2 | t>>5;  f = t3 | t0<<1 | t4<<2
 
 A code of 4 bits is a sign and a magnitude. Magnitude f is the lower three bits of nibble f, as `prmt` wants its selector; the
-signs of fields 0 to 3 are bits 7, 15, 23 and 31, where the bytes have theirs that it makes of these, those of 4 to 7 bits 3, 11,
-19 and 27.
+signs of fields 0 to 3 are bits 7, 15, 23 and 31, where the bytes have theirs that it makes of these, those of fields 4 to 7
+bits 3, 11, 19 and 27.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def pack(fields: Tensor, bits: int) -> Tensor:
     if bits == 4:
         words = fields.reshape(*fields.shape[:-1], -1, 2, 4)
         signs = words >> 3
-        magnitudes = (words & 7).flatten(-2).unflatten(-1, (4, 2))  # of each byte
+        magnitudes = (words & 7).reshape(*words.shape[:-2], 4, 2)  # of each byte
         both: Tensor = magnitudes[..., 0] | magnitudes[..., 1] << 4 | signs[..., 0, :] << 7 | signs[..., 1, :] << 3
         return both.flatten(-2)
     per = 8 // bits
@@ -130,8 +130,10 @@ def pack(fields: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse of `pack`: uint8 [..., n * 8 / bits]."""
     if bits == 4:
-        signs = torch.stack((packed >> 7, packed >> 3 & 1), -1).unflatten(-2, (-1, 4)).mT.flatten(-3)
-        return torch.stack((packed & 7, packed >> 4 & 7), -1).flatten(-2) | signs << 3
+        words = packed.reshape(*packed.shape[:-1], -1, 4)
+        signs = torch.cat((words >> 7, words >> 3 & 1), -1).flatten(-2)
+        both = torch.stack((packed & 7, packed >> 4 & 7), -1).flatten(-2)
+        return both | signs << 3
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     fields: Tensor = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return fields.flatten(-2)

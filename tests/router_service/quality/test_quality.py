@@ -12,13 +12,13 @@ import torch
 
 from forefetch import cli
 from forefetch.errors import ConfigError
-from forefetch.kernels.kv_codec import KvFormat
+from forefetch.kernels.kv_codec import KvFormat, open_pages, seal
 from forefetch.telemetry.ring import StepRing
 from router_service.batch import StepBatch
 from router_service.quality import __main__ as command
 from router_service.quality.measure import Meter, Window
 from router_service.quality.peers import PEERS, PIECE, layer_maker, runs
-from router_service.quality.setups import BASELINES, DEFAULT, Setup, setups
+from router_service.quality.setups import BASELINES, DEFAULT, MinMaxCache, Setup, setups
 from router_service.sealed import SealedCache
 
 PAGE, DIM = 32, 16
@@ -48,6 +48,10 @@ def test_a_trunk_in_8_bits_is_measured_like_a_format(meter: Meter) -> None:
     assert found[1].cells[64].nats == pytest.approx(float(meter.score(rounded, window)[0][32:64].sum()))
     assert meter.rounded.layers[0].qkv.shape == meter.trunk.layers[0].qkv.shape
     assert found[1].cells[64].change != 0.0
+    exact, other = (meter.logits(setup, LONG)[32:64].softmax(-1) for setup in (plain, rounded))
+    assert found[0].cells[64].divergence == 0.0
+    assert found[1].cells[64].divergence == pytest.approx(float((exact * (exact / other).log()).sum(-1).mean()))
+    assert 0 < found[1].cells[64].divergence_error < found[1].cells[64].divergence
 
 
 @pytest.mark.parametrize("name", ["e2m0", "fp4"])
@@ -160,6 +164,18 @@ def test_two_bit_formats_save_what_they_promise() -> None:
             assert saved >= 0.7
 
 
+def test_fp4_errs_less_than_min_max_in_no_more_bytes() -> None:
+    """Gaussian values, as those of V are: 0.95 dB less error; E2M1's levels would have 0.1 dB more."""
+    fp4, baseline = setups(["fp4", "kivi4-g64"], KvFormat("e2m0", 128), 0, -1, frozenset())
+    assert fp4.format is not None
+    assert baseline.format is not None
+    assert fp4.page_bits() <= baseline.page_bits()
+    values = torch.randn(4, 128, 128, generator=torch.Generator().manual_seed(9)).half().float()
+    _, own = open_pages(seal(values, values, fp4.format), fp4.format)
+    theirs = MinMaxCache(baseline.format, 4, 64).rounded(values)
+    assert (values - own).square().sum() < 10**-0.08 * (values - theirs).square().sum()
+
+
 @pytest.mark.parametrize("name", ["int8", "e2m0:recent", "e2m0:outliers=9"])
 def test_formats_that_are_none_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="--formats"):
@@ -176,7 +192,7 @@ def test_the_command_prints_what_it_measured(
     picture = tmp_path / "p.png"
     assert command.main([*flags, "--tokens=128", "--formats=fp16,e2m0,kivi2", "--json", f"--plot={picture}"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    keys = {"format", "bits", "context", "ppl", "ppl_fp16", "greedy_agreement"}
+    keys = {"format", "bits", "context", "ppl", "ppl_fp16", "greedy_agreement", "divergence"}
     assert all(keys <= set(row) for row in rows)
     assert {row["format"] for row in rows} == {"fp16", "e2m0", "kivi2"}
     assert {row["context"] for row in rows} == {64, 128}

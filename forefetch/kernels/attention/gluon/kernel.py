@@ -28,8 +28,8 @@ def split_sealed(
     """Program (split, row * HK + KV head) -> partial and stats [row, head, split] of G heads, as `triton._merge` wants them.
 
     `words`, `halves`, `raw`: the pages as int32, float16 and bytes. `levels` int32 [2, 32]: four levels, a byte
-    each, of the codes without and with a third bit (`level_bytes`), 32 times (`load_table`). `apart`: how many programs of a row and KV head
-    take its float16 tokens, and no pages; 0: all take their share of both.
+    each, of the codes without and with a third bit (`level_bytes`), 32 times (`load_table`). `apart`: how many programs of a
+    row and KV head take its float16 tokens, and no pages; 0: all take their share of both.
     """
     await_others()
     W: gl.constexpr = width(F, G)
@@ -87,11 +87,10 @@ def attend_sealed(
     tables = load_table(levels), load_table(levels + 32)
     if get(F, "name") == "fp4":
         return attend_half_pages(state, query, head, span, pages, k_buffers, v_buffers, tables, one, q, scales, G, F)
+    elif width(F, G) == 4:
+        return attend_pages_columns(state, query, head, span, pages, k_buffers, v_buffers, tables, one, q, scales, G, F)
     else:
-        if width(F, G) == 4:
-            return attend_pages_columns(state, query, head, span, pages, k_buffers, v_buffers, tables, one, q, scales, G, F)
-        else:
-            return attend_pages(state, query, head, span, pages, k_buffers, v_buffers, tables, one, q, scales, G, F)
+        return attend_pages(state, query, head, span, pages, k_buffers, v_buffers, tables, one, q, scales, G, F)
 
 
 @gluon.jit

@@ -236,7 +236,9 @@ def _scale_pages(
         scales, own = doubles + unit.to(tl.int64) * (KS + VS), zeros + unit * (D + T)
         if share < D // _CHANNELS:
             y = _channels(head_of(k, unit // entries, heads, outer, inner), own, share, where, F, R, False)
-            _scale_keys(y, weight + unit * D, scales, errors + unit * D, chosen + unit * KS, share, where[4], F, R, KS, WEIGHTED)
+            _scale_keys(
+                y, weight + unit * D, scales, errors + unit * D, chosen + unit * KS, share, where[4], F, R, KS, WEIGHTED
+            )
         else:
             page = head_of(pages, unit // entries, 1, page_group, 0) + where[0].to(tl.int64) * _get(F, "blob_bytes")
             _scale_values(head_of(v, unit // entries, heads, outer, inner), own, scales + KS, page, share, where, F, C, VS)
