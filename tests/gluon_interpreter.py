@@ -119,6 +119,9 @@ class Shared:
     def load(self, layout: Any) -> Value:
         return Value(self.data.clone())
 
+    def store(self, value: Value) -> None:
+        self.data.copy_(value.data)
+
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.data.narrow(dim, start, length))
 
@@ -306,6 +309,7 @@ FUNCTIONS: dict[str, Any] = {
     "join": lambda a, b: Value(torch.stack((a.data, b.data), -1)),
     "split": lambda x: tuple(Value(part) for part in x.data.unbind(-1)),
     "max": _reduced(lambda x, axis: x.amax(axis)), "sum": _reduced(lambda x, axis: x.sum(axis)),
+    "associative_scan": lambda x, axis, sum_of: Value(x.data.cumsum(axis, dtype=x.dtype)),
     "abs": lambda x: Value(x.data.abs()), "exp2": lambda x: Value(torch.exp2(x.data)),
     "maximum": lambda a, b: Value(torch.maximum(*_both(a, b))), "minimum": lambda a, b: Value(torch.minimum(*_both(a, b))),
 }  # fmt: skip

@@ -91,6 +91,11 @@ def _e4m3(pair: Words) -> Words:
     return torch.from_numpy(both).view(torch.float8_e4m3fn).half().numpy().view(np.uint32)[..., 0]
 
 
+def _reciprocal(a: Words) -> Words:
+    with np.errstate(divide="ignore"):
+        return (np.float32(1.0) / a.view(np.float32)).astype(np.float32).view(np.uint32)
+
+
 OPERATIONS: dict[str, Callable[..., Words]] = {
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
@@ -102,6 +107,7 @@ OPERATIONS: dict[str, Callable[..., Words]] = {
     "cvt.rn.f16x2.e4m3x2": _e4m3,
     "cvt.f32.f16": lambda a: (a & np.uint32(0xFFFF)).astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32),
     "mul.rn.f16": _halves(lambda a, b: a * b, 1),
+    "rcp.approx.ftz.f32": _reciprocal,
     "sub.rn.bf16x2": _minus_bfloat16,
     "sub.rn.f16x2": _halves(lambda a, b: a - b, 2),
     "fma.rn.f16x2": _halves(lambda a, b, c: a * b + c, 2),

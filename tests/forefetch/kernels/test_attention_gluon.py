@@ -28,16 +28,16 @@ def queries(rows: int, heads: int, dtype: torch.dtype = torch.bfloat16) -> Tenso
     return torch.randn(rows, heads, 128, generator=torch.Generator().manual_seed(5)).to(dtype)
 
 
-def run(q: Tensor, scene: Scene, splits: int, scale: float = SCALE, apart: int = 0) -> Tensor:
-    """Poisoned output and scratch."""
+def run(q: Tensor, scene: Scene, programs: int, scale: float = SCALE, apart: int = 0, flat: bool = False) -> Tensor:
+    """`programs` of each stream or, if `flat`, in all. Poisoned output and scratch."""
     from forefetch.kernels.attention import gluon
     from forefetch.kernels.attention.triton import Scratch
 
     on_device, q = scene.to("cuda"), q.cuda()
-    shape = (len(q) + 1, q.shape[1], splits)  # made for a larger batch
-    scratch = Scratch(torch.full((*shape, 128), torch.nan, device="cuda"), torch.full((*shape, 2), torch.nan, device="cuda"))
-    out = torch.full_like(q, torch.nan)
-    return gluon.decode_sealed(q, on_device.kv, on_device.plan, scene.format, scale, out, scratch, apart).cpu()
+    cut, kv_heads = gluon.Cut(programs, apart, gluon.FLAT if flat else None), len(scene.kv.pages)
+    made = gluon.plan_scratch(cut, len(q) + 1, kv_heads, q.shape[1] // kv_heads, q.device)  # for a larger batch
+    scratch, out = Scratch(made.partial.fill_(torch.nan), made.stats.fill_(torch.nan)), torch.full_like(q, torch.nan)
+    return gluon.decode_sealed(q, on_device.kv, on_device.plan, scene.format, scale, out, cut, scratch).cpu()
 
 
 @pytest.mark.parametrize("group", [1, 4, 7, 8])
@@ -46,8 +46,9 @@ def test_ragged_batch(name: str, group: int) -> None:
     scene = make_scene(make(name), LENGTHS)
     q = queries(len(LENGTHS), 2 * group)
     expected, bound = truth(q, scene, SCALE), expected_error(q, scene, SCALE)
-    for splits, apart in ((1, 0), (3, 0), (7, 0), (2, 1), (7, 3)):
-        got = run(q, scene, splits, apart=apart)
+    cuts = [(1, 0, False), (3, 0, False), (7, 0, False), (3, 1, False), (10, 3, False)]
+    for programs, apart, flat in cuts + [(32, 0, True), (97, 0, True)] * (group == 8):
+        got = run(q, scene, programs, apart=apart, flat=flat)
         assert bool((got[LENGTHS.index(0)] == 0).all())
         assert relative(got, expected) < bound
         for row, length in enumerate(LENGTHS):

@@ -9,35 +9,84 @@ from typing import Any
 
 import pytest
 import torch
-from gluon_interpreter import Interpreter
+from gluon_interpreter import Interpreter, Pointer, Value
 from sealed_scenes import Scene, expected_error, make_scene, relative, truth
 from torch import Tensor
 
 from forefetch.kernels.attention import gluon
+from forefetch.kernels.attention.gluon import cut, kernel
 from forefetch.kernels.attention.gluon.kernel import split_sealed
+from forefetch.kernels.attention.gluon.merge import merge_parts
 from forefetch.kernels.kv_codec import KvFormat
 
 SCALE = 128**-0.5
 
 
-def decode(q: Tensor, scene: Scene, splits: int, eager: bool, impatient: bool = False, apart: int = 0) -> Tensor:
-    """`gluon.decode_sealed` with the merge in float64; scratch poisoned."""
-    kv, plan, format = scene.kv, scene.plan, scene.format
+def decode(
+    q: Tensor, scene: Scene, programs: int, eager: bool, impatient: bool = False, plan: gluon.Cut | None = None
+) -> Tensor:
+    """`gluon.decode_sealed` with `programs` of each stream, or cut by `plan`; the merge in float64 or, of all work cut as one
+    line, the kernel's own. Scratch poisoned."""
+    kv, table, format = scene.kv, scene.plan, scene.format
     rows, heads, _ = q.shape
     kv_heads, group = len(kv.pages), heads // len(kv.pages)
-    partial, stats = torch.full((rows, heads, splits, 128), torch.nan), torch.full((rows, heads, splits, 2), torch.nan)
+    streams = rows * kv_heads
+    programs, apart, costs = plan or gluon.Cut(programs)
+    scratch = gluon.plan_scratch(gluon.Cut(programs, apart, costs), rows, kv_heads, group, torch.device("cpu"))
+    partial, stats = scratch.partial.fill_(torch.nan), scratch.stats.fill_(torch.nan)
     tables = torch.tensor([[level] * 32 for level in gluon.level_bytes(format)], dtype=torch.int32)
     arguments: list[Any] = [q, kv.pages.view(torch.int32), kv.pages.view(torch.float16), kv.pages]
-    arguments += [plan.page_table, plan.sealed, plan.lengths, plan.tail, kv.tail_k, kv.tail_v, kv.sink_k, kv.sink_v]
-    arguments += [partial, stats, SCALE * math.log2(math.e), tables, apart, gluon.ONE, kv.pages.shape[1], kv.tail_k.shape[1]]
-    arguments += [plan.page_table.stride(0), q.stride(0), q.stride(1)]
-    arguments += [kv_heads, group, kv.tail_k.shape[2], format]
-    Interpreter(eager, impatient).run(split_sealed, (splits, rows * kv_heads), *arguments)
+    arguments += [table.page_table, table.sealed, table.lengths, table.tail, kv.tail_k, kv.tail_v, kv.sink_k, kv.sink_v]
+    arguments += [partial, stats, SCALE * math.log2(math.e), tables, rows, apart, gluon.ONE, kv.pages.shape[1]]
+    arguments += [kv.tail_k.shape[1], table.page_table.stride(0), q.stride(0), q.stride(1)]
+    arguments += [kv_heads, group, kv.tail_k.shape[2], format, costs]
+    Interpreter(eager, impatient).run(split_sealed, (programs, 1 if costs else streams), *arguments)
+    if costs:
+        out = torch.full(q.shape, torch.nan)
+        arguments = [partial, stats, out, table.sealed, table.lengths, programs, rows, out.stride(0), out.stride(1)]
+        Interpreter(True).run(merge_parts, (streams, group, 4), *arguments, kv_heads, group, format, costs, 2, 32, 1)
+        return out
     top, total = stats.double().unbind(-1)
     used = total != 0
     weight = torch.where(used, torch.exp2(top - torch.where(used, top, -torch.inf).amax(-1, keepdim=True)), 0.0)
     sums = torch.where(used[..., None], partial.double(), 0.0) * weight[..., None]
     return sums.sum(2) / (total * weight).sum(-1).clamp_min(1e-300)[..., None]
+
+
+class Counted:
+    """What programs of a flat cut take, by `cut`'s functions."""
+
+    def __init__(self, programs: int, format: KvFormat, kv_heads: int) -> None:
+        self.programs, self.format, self.kv_heads = programs, format, kv_heads
+        self.taken: dict[int, list[tuple[int, ...]]] = {}  # by stream
+        self.parts: dict[int, list[int]] = {}
+
+    def take(self, program: int, sealed: Tensor, lengths: Tensor) -> None:
+        interpreter = Interpreter(True)
+        interpreter.place, interpreter.grid = (program, 0), (self.programs, 1)
+        call, at = interpreter.function, [Pointer([sealed, lengths], torch.tensor(number << 40)) for number in (0, 1)]
+        rows, costs = Value(torch.tensor(len(lengths), dtype=torch.int32)), gluon.FLAT
+        stream, at_unit, begin, end = call(kernel.first_stream)(*at, rows, self.kv_heads, self.format, costs)
+        while at_unit < end:
+            row = int(stream) // self.kv_heads
+            pages, length = (Value(part[row]) for part in (sealed, lengths))
+            before, units = call(cut.stream_units)(pages, length, self.format, costs)
+            share = (begin - at_unit, end - at_unit, before, units, pages, length)
+            self.taken.setdefault(int(stream), []).append(
+                tuple(map(int, call(kernel.share_of_stream)(*share, self.format, costs)))
+            )
+            self.parts.setdefault(int(stream), []).append(program)
+            at_unit, stream = at_unit + units, stream + 1
+
+    def check(self, sealed: Tensor, lengths: Tensor) -> None:
+        tokens = Interpreter(True).function(cut.half_spans)
+        for stream in range(len(lengths) * self.kv_heads):
+            pages, length = (Value(part[stream // self.kv_heads]) for part in (sealed, lengths))
+            tiles = (int(tokens(pages, length, self.format)[2]) + 15) // 16
+            taken = self.taken[stream]
+            assert [0, *(end for _, end, _, _ in taken)] == [*(start for start, _, _, _ in taken), tiles * 16]
+            assert [0, *(end for _, _, _, end in taken)] == [*(start for _, _, start, _ in taken), int(pages.data)]
+            assert self.parts[stream] == list(range(self.parts[stream][0], self.parts[stream][-1] + 1))
 
 
 def make(name: str, **options: int) -> KvFormat:
@@ -52,30 +101,45 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "group"), CASES)
 def test_ragged_batch(name: str, group: int) -> None:
-    """Rows without pages, with one, two, three and five, shared among two programs each; with up to four heads a third
-    one takes the float16 tokens."""
+    """Rows without pages, with one, two, three and five: two programs each; stretches of all that end in the middle of rows; a
+    page or some float16 tokens each."""
     lengths = [3, 200, 0, 400, 530, 790]
     scene = make_scene(make(name, outliers=1, recent=64), lengths, kv_heads=1)
     q = torch.randn(len(lengths), group, 128, generator=torch.Generator().manual_seed(5)).half()
     expected, bound = truth(q, scene, SCALE), expected_error(q, scene, SCALE)
-    apart = int(group <= 4)
-    answers = [decode(q, scene, 2 + apart, eager, apart=apart) for eager in (False, True)]
+    answers = [decode(q, scene, 2, eager) for eager in (False, True)]
     assert torch.equal(*answers)
-    assert bool((answers[0][2] == 0).all())
-    for row, length in enumerate(lengths):
-        if length:
-            assert relative(answers[0][row], expected[row]) < 2 * bound, f"row of {length}"
+    answers[1] = decode(q, scene, 0, True, plan=gluon.Cut(5, 2) if group % 2 else gluon.Cut(9, costs=gluon.FLAT))
+    for answer in answers:
+        assert bool((answer[2] == 0).all())
+        for row, length in enumerate(lengths):
+            if length:
+                assert relative(answer[row], expected[row]) < 2 * bound, f"row of {length}"
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 64, 500])
 @pytest.mark.parametrize("max_pages", [0, 1, 15, 63, 255, 1023])
-def test_every_program_of_a_plan_has_work(rows: int, max_pages: int) -> None:
-    """One wave at most where work is long, no program without a page where rows are full."""
+def test_programs_of_a_plan(rows: int, max_pages: int) -> None:
+    """One wave at most; no program of full rows without a page."""
     for name, group in (("e2m0", 4), ("e2m0", 8), ("fp4", 8)):
         fit = gluon.fit(make(name), group)
-        split = gluon.plan_split(rows, 8, max_pages, 132, fit.programs)
-        assert 1 <= split.programs - split.apart <= max(1, max_pages)
-        assert rows * 8 * split.programs <= max(rows * 8, fit.programs * 132)
+        plan = gluon.plan_cut(rows, 8, max_pages, 132, fit.programs, fit.flat)
+        streams = 1 if plan.costs else rows * 8
+        assert streams * plan.programs <= max(rows * 8, fit.programs * 132)
+        assert plan.costs or 1 <= plan.programs - plan.apart <= max(1, max_pages)
+
+
+@pytest.mark.parametrize(("rows", "programs"), [(3, 40), (200, 37), (1, 1), (70, 60)])
+def test_every_token_is_somebodys(rows: int, programs: int) -> None:
+    """Stretches of any lengths, by the kernel's own arithmetic: each tile and page once, parts as the merge finds them."""
+    generator = torch.Generator().manual_seed(rows)
+    lengths = torch.randint(0, 3000, (rows,), generator=generator, dtype=torch.int32)
+    format = make("e2m0")
+    sealed = torch.tensor([format.sealed_pages(max(0, int(length) - 1)) for length in lengths], dtype=torch.int32)
+    seen = Counted(programs, format, 2)
+    for program in range(programs):
+        seen.take(program, sealed, lengths)
+    seen.check(sealed, lengths)
 
 
 @pytest.mark.parametrize("name", ["e2m0", "fp4"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,28 +16,47 @@ import torch
 from torch import Tensor
 
 from forefetch.kernels.attention.gluon.kernel import split_sealed
+from forefetch.kernels.attention.gluon.merge import merge_parts
 from forefetch.kernels.attention.sealed import SealedKv, SealedPlan
 from forefetch.kernels.attention.triton import Scratch, merge
 from forefetch.kernels.kv_codec.formats import KvFormat
 
 ONE = 0x3C003C00  # 1.0 twice in float16
 
-# Splits up to which the kernel is launched before the one before has ended. With 66 and 128 that is slower; why is open.
+# Programs of a stream up to which the kernel is launched before the one before has ended. With 66 and 128 that is slower; why
+# is open.
 SOON = 32
 
 
 class Fit(NamedTuple):
-    """What a program takes of an SM: registers of a thread, and how many programs are there at once."""
+    """What a program takes of an SM: registers of a thread, how many programs are there at once; whether it takes long enough
+    for looking for its share among all rows (columns are too quick)."""
 
     registers: int
     programs: int
+    flat: bool
 
 
-class Split(NamedTuple):
-    """How many programs share a row and KV head, and how many take its float16 tokens and no pages (0: all take both)."""
+@dataclass(frozen=True)
+class Costs:
+    """What work counts for when it is cut into equal stretches: see `cut`."""
+
+    start: int
+    tile: int
+    page: int
+    least: int
+
+
+FLAT = Costs(start=8, tile=4, page=16, least=16)
+
+
+class Cut(NamedTuple):
+    """How many programs share a stream, and how many of them take its float16 tokens and no pages (0: all take both); or, with
+    `costs`, how many share all streams."""
 
     programs: int
-    apart: int
+    apart: int = 0
+    costs: Costs | None = None
 
 
 def supports(format: KvFormat, group: int, device: torch.device) -> bool:
@@ -48,25 +68,31 @@ def supports(format: KvFormat, group: int, device: torch.device) -> bool:
 def fit(format: KvFormat, group: int) -> Fit:
     """168 registers are the most for 3 programs on each quarter of an SM, 128 for 4. Heads as rows would spill at 128; `fp4`
     and `asym3` need too much shared memory."""
-    return Fit(128, 16) if group <= 4 and format.name not in ("fp4", "asym3") else Fit(168, 12)
+    light = group <= 4 and format.name not in ("fp4", "asym3")
+    return Fit(128 if light else 168, 16 if light else 12, flat=group > 4 and format.name != "fp4")
 
 
-def plan_split(rows: int, kv_heads: int, max_pages: int, processors: int, programs: int) -> Split:
+def plan_cut(rows: int, kv_heads: int, max_pages: int, processors: int, programs: int, flat: bool) -> Cut:
     """Long work: one full wave (`programs` on each processor), so that all end together. Short work: 8 on each, because a
     program's start and its share of the merge cost as much as some pages. Where that is a page each, float16 tokens would take
-    half of the time, so others do them."""
+    half of the time, so others do them. `flat`: whether long work of several rows is cut as one."""
     streams = rows * kv_heads
     if streams * max_pages >= 12 * programs * processors:
-        return Split(max(1, programs * processors // streams), 0)
+        if flat and rows > 1:
+            return Cut(programs * processors, costs=FLAT)
+        return Cut(max(1, programs * processors // streams))
     each = max(1, -(-streams * max_pages // (8 * processors)))
     apart = 3 if max_pages and streams * (max_pages + 3) <= 8 * processors else 0
-    return Split(max(1, -(-max_pages // each)) + apart, apart)
+    return Cut(max(1, -(-max_pages // each)) + apart, apart)
 
 
-def _scratch(rows: int, heads: int, splits: int, device: torch.device) -> Scratch:
+def plan_scratch(cut: Cut, rows: int, kv_heads: int, group: int, device: torch.device) -> Scratch:
+    """What programs leave: as `triton.merge` wants it or, of all work cut as one line, `partial` [parts, G, 128] and `stats`
+    [parts, G, 2], part i + s being program i's of stream s."""
+    shape = (cut.programs + rows * kv_heads, group) if cut.costs else (rows, kv_heads * group, cut.programs)
     return Scratch(
-        torch.empty((rows, heads, splits, 128), dtype=torch.float32, device=device),
-        torch.empty((rows, heads, splits, 2), dtype=torch.float32, device=device),
+        torch.empty((*shape, 128), dtype=torch.float32, device=device),
+        torch.empty((*shape, 2), dtype=torch.float32, device=device),
     )
 
 
@@ -77,35 +103,54 @@ def decode_sealed(
     format: KvFormat,
     scale: float,
     out: Tensor | None = None,
+    cut: Cut | None = None,
     scratch: Scratch | None = None,
-    apart: int = 0,
 ) -> Tensor:
     """q [B, Hq, 128] of any float type over sealed pages, tail and sinks -> [B, Hq, 128] in q's type.
 
-    Queries are taken as float16. A row of length 0 comes out as zeros. `out` and `scratch` are made when not given; `apart`
-    (`Split`) comes with a given `scratch`.
+    Queries are taken as float16. A row of length 0 comes out as zeros. `out`, `cut` and `scratch` are made when not given.
     """
     _check(q, kv, plan, format)
     rows, heads, _ = q.shape
     kv_heads, n_pages, _ = kv.pages.shape
-    out, fitting = torch.empty_like(q) if out is None else out, fit(format, heads // kv_heads)
-    if scratch is None:
+    group = heads // kv_heads
+    out, fitting = torch.empty_like(q) if out is None else out, fit(format, group)
+    if cut is None:
         processors: int = torch.cuda.get_device_properties(q.device).multi_processor_count
-        split = plan_split(rows, kv_heads, plan.page_table.shape[1], processors, fitting.programs)
-        scratch, apart = _scratch(rows, heads, split.programs, q.device), split.apart
-    split_sealed[(scratch.splits, rows * kv_heads)](
+        cut = plan_cut(rows, kv_heads, plan.page_table.shape[1], processors, fitting.programs, flat=fitting.flat)
+    scratch = plan_scratch(cut, rows, kv_heads, group, q.device) if scratch is None else scratch
+    split_sealed[(cut.programs, 1 if cut.costs else rows * kv_heads)](
         *(q, kv.pages.view(torch.int32), kv.pages.view(torch.float16), kv.pages),
         *(plan.page_table, plan.sealed, plan.lengths, plan.tail, kv.tail_k, kv.tail_v, kv.sink_k, kv.sink_v),
-        *(scratch.partial, scratch.stats, scale * math.log2(math.e)),
-        *(_tables(format.name, q.device), apart, ONE, n_pages, kv.tail_k.shape[1]),
-        *(plan.page_table.stride(0), q.stride(0), q.stride(1)),
-        *(kv_heads, heads // kv_heads, kv.tail_k.shape[2], format),
+        *(scratch.partial, scratch.stats, scale * math.log2(math.e), _tables(format.name, q.device)),
+        *(rows, cut.apart, ONE, n_pages, kv.tail_k.shape[1], plan.page_table.stride(0), q.stride(0), q.stride(1)),
+        *(kv_heads, group, kv.tail_k.shape[2], format, cut.costs),
         num_warps=1,
         maxnreg=fitting.registers,
-        launch_pdl=scratch.splits <= SOON,
+        launch_pdl=cut.costs is not None or cut.programs <= SOON,
     )
-    merge(scratch, out, soon=True)
+    if cut.costs:
+        _merge_line(scratch, out, plan, cut, format, kv_heads)
+    else:
+        merge(scratch, out, soon=True)
     return out
+
+
+def _merge_line(scratch: Scratch, out: Tensor, plan: SealedPlan, cut: Cut, format: KvFormat, kv_heads: int) -> None:
+    """Joins the parts of all work cut as one line."""
+    rows, heads, _ = out.shape
+    streams, group = rows * kv_heads, heads // kv_heads
+    expected = cut.programs // streams + 2  # of a stream, when rows are equal; more are joined one tile after another
+    together = min(256, 1 << (expected - 1).bit_length())
+    channels = 128 if together <= 16 else max(16, 2048 // together)  # all of these are one program's tile
+    warps = 1 if together <= 8 else 4
+    merge_parts[(streams, group, 128 // channels)](
+        *(scratch.partial, scratch.stats, out, plan.sealed, plan.lengths, cut.programs, rows, out.stride(0), out.stride(1)),
+        *(kv_heads, group, format, cut.costs, together, channels, warps),
+        num_warps=warps,
+        maxnreg=128,  # left to itself the compiler keeps to 64 registers and loads parts one after another
+        launch_pdl=True,
+    )
 
 
 def level_bytes(format: KvFormat) -> tuple[int, int]:

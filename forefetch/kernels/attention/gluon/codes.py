@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from forefetch.kernels.attention.gluon.layouts import A16, B16
+from forefetch.kernels.attention.gluon.layouts import A16, B16, CHUNK, FOLDED_B, PAIRS, SUMMED_B, rows_by
 
 # Four float16 numbers of up to +-127 -> four high and four low bytes: x = high + low / 254, both signed. Adding 1,536 leaves
 # the nearest whole number in the lowest byte; what that leaves over is exact in float16.
@@ -78,17 +78,45 @@ def fold_channels(x):
 
 @gluon.jit
 def fold_vector(x):
-    """The same of a vector [128] in CHANNELS: two operands B [64, 8] with equal columns."""
-    even, odd = gl.split(gl.permute(gl.reshape(x, (4, 2, 8, 2)), (2, 0, 3, 1)))
-    return columns_of(gl.reshape(even, (64,)), 64), columns_of(gl.reshape(odd, (64,)), 64)
+    """The same of a vector [128] in FOLDED: operand B [64, 8] whose even columns meet the upper rows, odd ones the lower."""
+    x = gl.reshape(gl.permute(gl.reshape(x, (4, 2, 8, 2)), (2, 0, 3, 1)), (64, 2))
+    return _repeat_columns(gl.convert_layout(x, gl.SliceLayout(1, FOLDED_B), assert_trivial=True), FOLDED_B, 64, 4, 2)
 
 
 @gluon.jit
-def columns_of(x, K: gl.constexpr):
-    """float16 [K] -> operand B [K, 8] with equal columns: a product's result is then in every lane that wants it."""
-    x = gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, B16), assert_trivial=True), 1)
-    x, _ = gl.broadcast(x, gl.full([K, 8], 0.0, gl.float16, B16))
-    return x
+def summed_vectors(x):
+    """[256] in SUMMED, a vector over tokens as stored and ones -> operands B [32, 8] for tokens 0 to 63 and 64 to 127: columns
+    0, 1 and 4, 5 have the first and the second 32 of these, the others ones."""
+    x = gl.reshape(x, (2, 2, 4, 2, 4, 2))  # ones? | t6 | t2 t1 | t5 | t4 t3 | t0
+    lower, upper = gl.split(gl.reshape(gl.permute(x, (4, 2, 5, 0, 3, 1)), (32, 4, 2)))
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, SUMMED_B)
+    lower, upper = gl.convert_layout(lower, LAYOUT, assert_trivial=True), gl.convert_layout(upper, LAYOUT, assert_trivial=True)
+    return _repeat_columns(lower, SUMMED_B, 32, 2, 4), _repeat_columns(upper, SUMMED_B, 32, 2, 4)
+
+
+@gluon.jit
+def _repeat_columns(x, LAYOUT: gl.constexpr, K: gl.constexpr, TIMES: gl.constexpr, OWN: gl.constexpr):
+    """[K, OWN] -> operand B [K, 8]: TIMES after one another."""
+    x, _ = gl.broadcast(gl.expand_dims(x, 1), gl.full([K, TIMES, OWN], 0.0, gl.float16, LAYOUT))
+    return gl.convert_layout(gl.reshape(x, (K, 8)), B16, assert_trivial=True)
+
+
+@gluon.jit
+def crossed(acc):
+    """Accumulator [16, 8] -> [8, 4]: upper rows of even columns and lower rows of odd ones, added."""
+    x = gl.permute(gl.reshape(acc, (2, 8, 4, 2)), (1, 2, 0, 3))
+    even, odd = gl.split(x)
+    upper, _ = gl.split(even)
+    _, lower = gl.split(odd)
+    return gl.convert_layout(upper + lower, PAIRS, assert_trivial=True)
+
+
+@gluon.jit
+def along(x):
+    """[8, 4] with equal columns -> [8, 32]."""
+    wide = gl.join(gl.join(x, x), gl.join(x, x))  # [8, 4, 2, 2]
+    wide = gl.reshape(gl.permute(gl.join(wide, wide), (0, 2, 3, 1, 4)), (8, CHUNK))
+    return gl.convert_layout(wide, rows_by(CHUNK), assert_trivial=True)
 
 
 @gluon.jit

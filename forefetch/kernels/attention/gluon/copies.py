@@ -48,26 +48,33 @@ def width(format, group):
 
 
 @gluon.jit
-def buffers(F: gl.constexpr):
+def buffers(F: gl.constexpr, W: gl.constexpr):
     """Shared memory of one page, K's and V's: see the two functions."""
     if get(F, "name") == "fp4":
         return _ring_buffers(F)
     else:
-        return _page_buffers(F)
+        return _page_buffers(F, W)
 
 
 @gluon.jit
-def _page_buffers(F: gl.constexpr):
-    """(K codes, scale and zero, outliers, third bits), (V codes, scale and zero, third bits)."""
+def _page_buffers(F: gl.constexpr, W: gl.constexpr):
+    """(K codes, scale and zero, outliers, third bits), (V codes; scale, with columns and zero; zero, and ones; third bits)."""
     k_codes, v_codes = gl.allocate_shared_memory(gl.int32, [1024], FLAT), gl.allocate_shared_memory(gl.int32, [1024], FLAT)
-    k_rest, v_rest = gl.allocate_shared_memory(gl.float16, [256], FLAT), gl.allocate_shared_memory(gl.float16, [256], FLAT)
+    k_rest = gl.allocate_shared_memory(gl.float16, [256], FLAT)
+    if W == 0:
+        v_scale = gl.allocate_shared_memory(gl.float16, [128], FLAT)
+        v_zero = gl.allocate_shared_memory(gl.float16, [256], FLAT)
+        v_zero.slice(128, 128).store(gl.full([128], 1.0, gl.float16, COPY_TOKENS))
+    else:
+        v_scale = gl.allocate_shared_memory(gl.float16, [256], FLAT)
+        v_zero = v_scale.slice(128, 128)
     outliers = gl.allocate_shared_memory(gl.float16, [max(1, get(F, "outliers")) * 128], FLAT)
     k_thirds, v_thirds = k_codes, v_codes  # not looked at
     if words_of(F, "k_thirds") > 0:
         k_thirds = gl.allocate_shared_memory(gl.int32, [words_of(F, "k_thirds")], FLAT)
     if words_of(F, "v_thirds") > 0:
         v_thirds = gl.allocate_shared_memory(gl.int32, [words_of(F, "v_thirds")], FLAT)
-    return (k_codes, k_rest, outliers, k_thirds), (v_codes, v_rest, v_thirds)
+    return (k_codes, k_rest, outliers, k_thirds), (v_codes, v_scale, v_zero, v_thirds)
 
 
 @gluon.jit
@@ -117,7 +124,7 @@ def load_keys(head, page, wanted, buffers, slot, F: gl.constexpr):
 
 
 @gluon.jit
-def load_values(head, page, wanted, buffers, slot, F: gl.constexpr):
+def load_values(head, page, wanted, buffers, slot, F: gl.constexpr, W: gl.constexpr):
     """Starts copying the rest of it; `fp4`: V's first half of codes."""
     words, halves = (
         head[0] + page.to(gl.int64) * (get(F, "blob_bytes") // 4),
@@ -129,9 +136,13 @@ def load_values(head, page, wanted, buffers, slot, F: gl.constexpr):
         _copy(buffers[2], halves + place(F, "v_zero") // 2, wanted, 128, COPY_HALVES)
     else:
         _copy(buffers[0], words + place(F, "v_codes") // 4, wanted, words_of(F, "v_codes"), COPY_WORDS)
-        _copy(buffers[1], halves + place(F, "v_scale") // 2, wanted, 256, COPY_HALVES)
+        if W == 0:
+            _copy(buffers[1], halves + place(F, "v_scale") // 2, wanted, 128, COPY_HALVES)
+            _copy(buffers[2].slice(0, 128), halves + place(F, "v_zero") // 2, wanted, 128, COPY_HALVES)
+        else:
+            _copy(buffers[1], halves + place(F, "v_scale") // 2, wanted, 256, COPY_HALVES)
         if words_of(F, "v_thirds") > 0:
-            _copy(buffers[2], words + place(F, "v_thirds") // 4, wanted, words_of(F, "v_thirds"), COPY_WORDS)
+            _copy(buffers[3], words + place(F, "v_thirds") // 4, wanted, words_of(F, "v_thirds"), COPY_WORDS)
 
 
 @gluon.jit
@@ -144,13 +155,13 @@ def codes_at(buffers, slot, F: gl.constexpr):
 
 
 @gluon.jit
-def fetch_keys(tokens, spans, start, head, page, have, buffers, F: gl.constexpr):
-    """What the K buffers hold next: the tile at `start`, else the first page, else nothing if there is none (`have` 0). One
-    group of copies in any case.
+def fetch_keys(tokens, spans, start, stop, head, page, have, buffers, F: gl.constexpr):
+    """What the K buffers hold next: the tile at `start` if that is before `stop`, else the first page, else nothing if there is
+    none (`have` 0). One group of copies in any case.
 
     Branches and not masks alone: a masked copy writes zeros, and two copies to one place have no order.
     """
-    if start < spans[2]:
+    if start < stop:
         load_tile(tokens, spans, start, codes_at(buffers, 0, F))
     elif have > 0:
         load_keys(head, page, have > 0, buffers, 0, F)
@@ -160,12 +171,12 @@ def fetch_keys(tokens, spans, start, head, page, have, buffers, F: gl.constexpr)
 
 
 @gluon.jit
-def fetch_values(tokens, spans, start, head, page, have, buffers, F: gl.constexpr):
+def fetch_values(tokens, spans, start, stop, head, page, have, buffers, F: gl.constexpr, W: gl.constexpr):
     """The same of the V buffers."""
-    if start < spans[2]:
+    if start < stop:
         load_tile(tokens, spans, start, codes_at(buffers, 2, F))
     elif have > 0:
-        load_values(head, page, have > 0, buffers, 2, F)
+        load_values(head, page, have > 0, buffers, 2, F, W)
     async_copy.commit_group()
 
 

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from forefetch.kernels.attention.gluon.codes import stack, unstack
-from forefetch.kernels.attention.gluon.layouts import A16, B16, CHUNK, COPY_TILE, MMA, SWIZZLED, rows_by
+from forefetch.kernels.attention.gluon.layouts import A16, B16, CHUNK, COPY_TILE, MMA, PAIRS, SWIZZLED, rows_by
 
 TILE = gl.constexpr(16)
 LOWEST = gl.constexpr(-1e30)  # stands for -inf where differences of two are taken
@@ -29,10 +29,16 @@ def load_tile(tokens, spans, start, codes):
 
     `tokens`: pointers (sinks, tail) to [.., 128] of the row. `spans`: (sinks read, tail slots skipped, tokens in all).
     """
-    token = start + gl.arange(0, TILE, gl.SliceLayout(1, COPY_TILE))
-    channel = gl.arange(0, 128, gl.SliceLayout(0, COPY_TILE))
-    at = gl.where(token < spans[0], tokens[0] + token * 128, tokens[1] + (token - spans[0] + spans[1]) * 128)
-    async_copy.async_copy_global_to_shared(as_tile(codes), at[:, None] + channel[None, :], mask=(token < spans[2])[:, None])
+    row, channel = gl.arange(0, TILE, gl.SliceLayout(1, COPY_TILE)), gl.arange(0, 128, gl.SliceLayout(0, COPY_TILE))
+    tail = tokens[1] + (spans[1] - spans[0]) * 128
+    if (start + TILE <= spans[0]) | ((start >= spans[0]) & (start + TILE <= spans[2])):  # one address for all of it
+        first = gl.where(start < spans[0], tokens[0], tail) + start * 128
+        async_copy.async_copy_global_to_shared(as_tile(codes), first + row[:, None] * 128 + channel[None, :])
+    else:
+        token = start + row
+        at = gl.where(token < spans[0], tokens[0], tail) + token * 128
+        seen = (token < spans[2])[:, None]
+        async_copy.async_copy_global_to_shared(as_tile(codes), at[:, None] + channel[None, :], mask=seen)
 
 
 @gluon.jit
@@ -75,8 +81,10 @@ def no_tokens():
 
 @gluon.jit
 def to_pages(state):
-    """The state as the page loop keeps it: maximum [8], sum of weights [8, 8] with equal columns, four sums [8, 32]."""
+    """The state as the page loop keeps it: maximum [8], nothing and the sum of weights in even and odd columns of [8, 4], four
+    sums [8, 32]."""
     top, total, sums = state
-    total = gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, rows_by(8)), assert_trivial=True), 1)
-    total = total + gl.zeros([8, 8], gl.float32, rows_by(8))
-    return gl.convert_layout(top, gl.SliceLayout(1, rows_by(CHUNK)), assert_trivial=True), total, sums
+    total = gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, PAIRS), assert_trivial=True), 1)
+    odd = gl.arange(0, 4, gl.SliceLayout(0, PAIRS))[None, :] % 2 == 1
+    both = gl.where(odd, total, 0.0)
+    return gl.convert_layout(top, gl.SliceLayout(1, rows_by(CHUNK)), assert_trivial=True), both, sums

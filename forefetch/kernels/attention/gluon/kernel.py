@@ -1,4 +1,5 @@
-"""The kernel: one warp per (split, row and KV head), first over its share of sinks and tail, then page by page."""
+"""The kernel: one warp per share of a stream (a row and KV head), or per stretch of all of them (`cut`): first its sinks and
+tail, then page by page."""
 
 from __future__ import annotations
 
@@ -7,76 +8,148 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from forefetch.kernels.attention.gluon.copies import buffers, codes_at, fetch_keys, fetch_values, get, heads, load_meta, width
+from forefetch.kernels.attention.gluon.cut import (
+    all_units,
+    cut,
+    find_row,
+    half_spans,
+    items_from,
+    shares_of,
+    some_units,
+    stream_units,
+    tiles_of,
+)
 from forefetch.kernels.attention.gluon.decode import load_table
 from forefetch.kernels.attention.gluon.finish import finish
 from forefetch.kernels.attention.gluon.half import TILE, add_tile, no_tokens, tile_scores, to_pages
 from forefetch.kernels.attention.gluon.half_columns import add_tile_columns, no_tokens_columns, tile_scores_columns
 from forefetch.kernels.attention.gluon.launch import await_others, let_others_start
-from forefetch.kernels.attention.gluon.layouts import CHUNK, QUERY, SWIZZLED, by_column, rows_by
+from forefetch.kernels.attention.gluon.layouts import CHUNK, PER_ROW, QUERY, SWIZZLED, by_column, rows_by
 from forefetch.kernels.attention.gluon.loop_columns import attend_pages_columns
 from forefetch.kernels.attention.gluon.loop_half import attend_half_pages
 from forefetch.kernels.attention.gluon.loops import attend_pages
 from forefetch.kernels.attention.gluon.page_half import UP
 
 
-@gluon.jit(do_not_specialize=["apart", "one", "n_pages", "n_tails", "table_row"])
+@gluon.jit(do_not_specialize=["rows", "apart", "one", "n_pages", "n_tails", "table_row"])
 def split_sealed(
     q, words, halves, raw, page_table, sealed, lengths, tails, tail_k, tail_v, sink_k, sink_v, partial, stats,
-    scale, levels, apart, one, n_pages, n_tails, table_row, q_row, q_head,
-    HK: gl.constexpr, G: gl.constexpr, TAIL: gl.constexpr, F: gl.constexpr,
+    scale, levels, rows, apart, one, n_pages, n_tails, table_row, q_row, q_head,
+    HK: gl.constexpr, G: gl.constexpr, TAIL: gl.constexpr, F: gl.constexpr, COSTS: gl.constexpr,
 ):  # fmt: skip
-    """Program (split, row * HK + KV head) -> partial and stats [row, head, split] of G heads, as `triton._merge` wants them.
+    """Program (split, stream), which is row * HK + KV head -> partial and stats [row, head, split] of G heads, as
+    `triton._merge` wants them, of a share of the stream's pages and tiles; `apart`: how many of the stream's programs take its
+    float16 tiles, and no pages; 0: all take their share of both. With COSTS: a program's stretch of all work (`cut`) -> its
+    parts of partial [parts, G, 128] and stats [parts, G, 2], as `merge_parts` wants them.
 
     `words`, `halves`, `raw`: the pages as int32, float16 and bytes. `levels` int32 [2, 32]: four levels, a byte
-    each, of the codes without and with a third bit (`level_bytes`), 32 times (`load_table`). `apart`: how many programs of a
-    row and KV head take its float16 tokens, and no pages; 0: all take their share of both.
+    each, of the codes without and with a third bit (`level_bytes`), 32 times (`load_table`).
     """
     await_others()
-    W: gl.constexpr = width(F, G)
-    BLOB: gl.constexpr = get(F, "blob_bytes")
-    split, shares = gl.program_id(0), gl.num_programs(0) - apart
-    kv_head, row = gl.program_id(1) % HK, gl.program_id(1) // HK
-    q_at = q + row.to(gl.int64) * q_row + kv_head * G * q_head
-    asked = load_heads(q_at, q_head, G, W)
-    pages, length = gl.load(sealed + row), gl.load(lengths + row)
-    mine = gl.minimum(split, shares)
-    span = page_table + row * table_row, mine * pages // shares, gl.minimum(mine + 1, shares) * pages // shares
-    base = kv_head.to(gl.int64) * n_pages
-    head = words + base * (BLOB // 4), halves + base * (BLOB // 2), raw + base * BLOB
-    page = gl.load(span[0] + span[1], mask=span[1] < span[2], other=0)
-    entry = (kv_head * n_tails + gl.load(tails + row)).to(gl.int64)
-    tokens = half_tokens(sink_k, tail_k, sink_v, tail_v, entry, pages, length, TAIL, F)
-    steps = half_steps(tokens[2], split, shares, apart)
-    k_buffers, v_buffers = buffers(F)
-    fetch_keys(tokens[0], tokens[2], steps[0], head, page, span[2] - span[1], k_buffers, F)
-    fetch_values(tokens[1], tokens[2], steps[0], head, page, span[2] - span[1], v_buffers, F)
-    query, unit, row_scale = store_query(asked, scale, W, UP if get(F, "name") == "fp4" else 0)
-    meta = load_meta(head, page, F)
-    state = attend_half(query, tokens, steps, head, page, span[2] - span[1], k_buffers, v_buffers, row_scale, F, W)
-    scales, first = (scale, row_scale, unit), (page, meta)
-    state = attend_sealed(state, query, head, span, first, k_buffers, v_buffers, levels, one, (q_at, q_head), scales, G, F)
-    let_others_start()
-    finish(state, partial, stats, (row * HK + kv_head) * G, split, gl.num_programs(0), G, W)
+    pages_at = words, halves, raw, n_pages, page_table, table_row
+    places = q, q_row, q_head, pages_at, tails, n_tails, tail_k, tail_v, sink_k, sink_v
+    k_and_v = buffers(F, width(F, G))
+    if COSTS is not None:
+        stream, at, begin, end = first_stream(sealed, lengths, rows, HK, F, COSTS)
+        while at < end:
+            pages, length = gl.load(sealed + stream // HK), gl.load(lengths + stream // HK)
+            before, units = stream_units(pages, length, F, COSTS)
+            mine = share_of_stream(begin - at, end - at, before, units, pages, length, F, COSTS)
+            at += units
+            spans, left = half_spans(pages, length, F), ((gl.program_id(0) + stream) * G, 1)
+            attend_stream(places, stream, spans, mine, k_and_v, levels, one, scale, partial, stats, left, HK, G, TAIL, F)
+            stream += 1
+    else:
+        stream, split, each = gl.program_id(1), gl.program_id(0), gl.num_programs(0)
+        pages, length = gl.load(sealed + stream // HK), gl.load(lengths + stream // HK)
+        spans = half_spans(pages, length, F)
+        mine, left = even_share(split, each, apart, pages, spans), (stream * G * each + split, each)
+        attend_stream(places, stream, spans, mine, k_and_v, levels, one, scale, partial, stats, left, HK, G, TAIL, F)
 
 
 @gluon.jit
-def half_tokens(sink_k, tail_k, sink_v, tail_v, entry, pages, length, TAIL: gl.constexpr, F: gl.constexpr):
-    """Where a row's float16 tokens are: (K's sinks and tail, V's, `spans` of `half.load_tile`)."""
+def even_share(split, each, apart, pages, spans):
+    """What of a stream the program `split` of `each` takes: (first float16 token, end, first page, end). Who has fewer pages
+    than others has no fewer tiles."""
+    shares, tiles = each - apart, tiles_of(spans)
+    turn, takers, me = gl.minimum(split, shares), each, split
+    if apart > 0:
+        takers, me = apart, split - shares
+    return (
+        (gl.maximum(me, 0) * tiles + takers - 1) // takers * TILE,
+        (gl.maximum(me + 1, 0) * tiles + takers - 1) // takers * TILE,
+        turn * pages // shares,
+        gl.minimum(turn + 1, shares) * pages // shares,
+    )
+
+
+@gluon.jit
+def first_stream(sealed, lengths, rows, HK: gl.constexpr, F: gl.constexpr, COSTS: gl.constexpr):
+    """(The first stream of a program's stretch of the work of all streams, where that begins; the stretch: begin, end)."""
+    units_of = some_units(sealed, lengths, rows, 0, F, COSTS, PER_ROW)
+    total = all_units(units_of, sealed, lengths, rows, F, COSTS) * HK
+    shares = shares_of(total, gl.num_programs(0), COSTS)
+    begin, end = cut(gl.minimum(gl.program_id(0), shares), total, shares)
+    row, at = find_row(units_of, sealed, lengths, rows, begin, HK, F, COSTS)
+    safe = gl.minimum(row, rows - 1)
+    _, units = stream_units(gl.load(sealed + safe), gl.load(lengths + safe), F, COSTS)
+    over = (begin - at) // gl.maximum(units, 1)
+    return row * HK + over, at + over * units, begin, end
+
+
+@gluon.jit
+def share_of_stream(low, high, before, units, pages, length, F: gl.constexpr, COSTS: gl.constexpr):
+    """What of a stream begins in its units [low, high): (first float16 token, end, first page, end)."""
+    START: gl.constexpr = get(COSTS, "start")
+    tiles, high = tiles_of(half_spans(pages, length, F)), gl.minimum(high, units)
+    return (
+        items_from(low - START, get(COSTS, "tile"), tiles) * TILE,
+        items_from(high - START, get(COSTS, "tile"), tiles) * TILE,
+        items_from(low - before, get(COSTS, "page"), pages),
+        items_from(high - before, get(COSTS, "page"), pages),
+    )
+
+
+@gluon.jit
+def half_tokens(sink_k, tail_k, sink_v, tail_v, entry, TAIL: gl.constexpr, F: gl.constexpr):
+    """Where a row's float16 tokens are: (K's sinks and tail, V's)."""
     SINKS: gl.constexpr = get(F, "sinks")
     keys = sink_k + entry * (SINKS * 128), tail_k + entry * (TAIL * 128)
     values = sink_v + entry * (SINKS * 128), tail_v + entry * (TAIL * 128)
-    sinks = gl.minimum(length, SINKS)
-    skipped = gl.where(pages == 0, sinks, 0)
-    return keys, values, (sinks, skipped, sinks + length - pages * 128 - skipped)
+    return keys, values
 
 
 @gluon.jit
-def half_steps(spans, split, shares, apart):
-    """(The first of a program's tiles, how far it is to the next): all programs take turns, or those apart."""
-    first, stride = split * TILE, shares * TILE
-    if apart > 0:
-        first, stride = gl.where(split < shares, spans[2], (split - shares) * TILE), apart * TILE
-    return first, stride
+def attend_stream(
+    places, stream, spans, mine, k_and_v, levels, one, scale, partial, stats, left,
+    HK: gl.constexpr, G: gl.constexpr, TAIL: gl.constexpr, F: gl.constexpr,
+):  # fmt: skip
+    """A program's share of a stream: its float16 tokens, then its pages. `places`: where everything is; `spans`: `half_spans`,
+    `mine`: `share_of_stream` or `even_share`, `left`: where the first head's part is, how far it is to the next one's."""
+    W: gl.constexpr = width(F, G)
+    BLOB: gl.constexpr = get(F, "blob_bytes")
+    q, q_row, q_head, pages_at, tails, n_tails, tail_k, tail_v, sink_k, sink_v = places
+    words, halves, raw, n_pages, page_table, table_row = pages_at
+    k_buffers, v_buffers = k_and_v
+    row, kv_head = stream // HK, stream % HK
+    q_at = q + row.to(gl.int64) * q_row + kv_head * G * q_head
+    asked, table = load_heads(q_at, q_head, G, W), page_table + row * table_row
+    entry = (kv_head * n_tails + gl.load(tails + row)).to(gl.int64)
+    tokens = half_tokens(sink_k, tail_k, sink_v, tail_v, entry, TAIL, F)
+    base = kv_head.to(gl.int64) * n_pages
+    head = words + base * (BLOB // 4), halves + base * (BLOB // 2), raw + base * BLOB
+    have, page = mine[3] - mine[2], gl.load(table + mine[2], mask=mine[2] < mine[3], other=0)
+    fetch_keys(tokens[0], spans, mine[0], mine[1], head, page, have, k_buffers, F)
+    fetch_values(tokens[1], spans, mine[0], mine[1], head, page, have, v_buffers, F, W)
+    query, unit, row_scale = store_query(asked, scale, W, UP if get(F, "name") == "fp4" else 0)
+    meta = load_meta(head, page, F)
+    state = attend_half(query, tokens, spans, mine, head, page, have, k_buffers, v_buffers, row_scale, F, W)
+    scales, span = (scale, row_scale, unit), (table, mine[2], mine[3])
+    state = attend_sealed(
+        state, query, head, span, (page, meta), k_buffers, v_buffers, levels, one, (q_at, q_head), scales, G, F
+    )
+    let_others_start()
+    finish(state, partial, stats, left, G, W)
 
 
 @gluon.jit
@@ -125,23 +198,22 @@ def store_query(query, scale, W: gl.constexpr, HIGH: gl.constexpr):
 
 
 @gluon.jit
-def attend_half(query, tokens, steps, head, page, have, k_buffers, v_buffers, scale, F: gl.constexpr, W: gl.constexpr):
-    """Float16 tokens by `half_tokens`, `half_steps`; the first tile is fetched. Leaves the first page's copies under way."""
-    spans = tokens[2]
+def attend_half(query, tokens, spans, mine, head, page, have, k_buffers, v_buffers, scale, F: gl.constexpr, W: gl.constexpr):
+    """Float16 tokens; the first tile is fetched. Leaves the first page's copies under way."""
     state = no_tokens() if W == 0 else no_tokens_columns(W)
-    for start in range(steps[0], spans[2], steps[1]):
+    for start in range(mine[0], mine[1], TILE):
         async_copy.wait_group(1)
         if W == 0:
             s = tile_scores(query, codes_at(k_buffers, 0, F), start, spans, scale)
         else:
             s = tile_scores_columns(query, codes_at(k_buffers, 0, F), start, spans, scale)
-        fetch_keys(tokens[0], spans, start + steps[1], head, page, have, k_buffers, F)
+        fetch_keys(tokens[0], spans, start + TILE, mine[1], head, page, have, k_buffers, F)
         async_copy.wait_group(1)
         if W == 0:
             state = add_tile(state, s, codes_at(v_buffers, 2, F))
         else:
             state = add_tile_columns(state, s, codes_at(v_buffers, 2, F))
-        fetch_values(tokens[1], spans, start + steps[1], head, page, have, v_buffers, F)
+        fetch_values(tokens[1], spans, start + TILE, mine[1], head, page, have, v_buffers, F, W)
     if W == 0:
         state = to_pages(state)
     return state

@@ -37,6 +37,21 @@ TWICE_ROWS = gl.constexpr(
 )
 # The same in the order k of an 8-bit operand.
 QUERY_K = gl.constexpr(_Linear([[0, 1], [0, 2], [0, 16], [0, 32], [0, 64]], [[0, 4], [0, 8], *_ROWS], [], [], [8, 128]))
+# Columns of an accumulator two by two, [8, 4].
+PAIRS = gl.constexpr(_Linear([], [[0, 1], [0, 2], *_ROWS], [], [], [8, 4]))
+# A vector over channels on its way to an operand B [64, 8] whose even columns have the channels with bit 4 clear, odd ones the
+# others (`codes.fold_channels`): k, what columns share, that bit.
+FOLDED = gl.constexpr(_Linear([[1], [2], [4], [8]], [[32], [64], [16], [0], [0]], [], [], [128]))
+FOLDED_B = gl.constexpr(
+    _Linear([[1, 0, 0], [8, 0, 0], [16, 0, 0], [32, 0, 0]],
+            [[2, 0, 0], [4, 0, 0], [0, 0, 1], [0, 1, 0], [0, 2, 0]], [], [], [64, 4, 2])
+)  # fmt: skip
+# V's zero, and ones behind it, over tokens as stored; as two operands B [32, 8]: k, what columns share, (one?, token bit 5).
+SUMMED = gl.constexpr(_Linear([[1], [2], [4], [64]], [[16], [32], [8], [128], [0]], [], [], [256]))
+SUMMED_B = gl.constexpr(
+    _Linear([[1, 0, 0], [8, 0, 0], [16, 0, 0]],
+            [[2, 0, 0], [4, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0]], [], [], [32, 2, 4])
+)  # fmt: skip
 # A vector over channels that meets QUERY as a float16 operand B with equal columns.
 CHANNELS = gl.constexpr(_Linear([[1], [2], [4], [8], [16]], [[32], [64], [0], [0], [0]], [], [], [128]))
 # Weights of 32 tokens and 4 heads on their way to be an operand: bit 4 of the token, bits 2-0, head, part, bit 3.
@@ -55,6 +70,7 @@ COPY_HALVES = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
 COPY_TOKENS = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 COPY_TILE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0]))
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # [32], an element each
+PER_ROW = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))  # [64], two neighbours each
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 

@@ -73,10 +73,10 @@ def attend_pages_columns(
         if get(F, "thirds") > 0:
             third = pick_thirds(q[0], q[1], head, coming, following, scales[2], G, 4, F)
         async_copy.wait_group(1)
-        operand, page_total, page_weighted = soft(parts, page_top, v_buffers[1])
+        operand, page_total, page_weighted = soft(parts, page_top, v_buffers[1].slice(0, 128), v_buffers[2])
         total, weighted = with_page_columns(total, weighted, page_total, page_weighted, share)
-        sums = add_values(sums, operand, v_buffers[0], v_buffers[2], share * meta[0], levels, one, get(F, "name") == "asym3")
-        load_values(head, coming, p + 1 < last, v_buffers, 0, F)
+        sums = add_values(sums, operand, v_buffers[0], v_buffers[3], share * meta[0], levels, one, get(F, "name") == "asym3")
+        load_values(head, coming, p + 1 < last, v_buffers, 0, F, 4)
         async_copy.commit_group()
         meta, coming = following, after
     async_copy.wait_group(0)

@@ -49,7 +49,7 @@ def _add_values(sums, weights, head, coming, more, buffers, slots, unit, tables,
         if half == 0:
             load_quarter(ring.index(slots[0]), head, coming, more, 1, F)
         else:
-            load_values(head, coming, more, buffers, slots[1], F)
+            load_values(head, coming, more, buffers, slots[1], F, 8)
         async_copy.commit_group()
         at = slots[1]
     return sums

@@ -18,14 +18,16 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from forefetch.kernels.attention.gluon.codes import (
     LIMIT,
     STEPS,
+    along,
     channels_to_k8,
-    columns_of,
+    crossed,
     fold_channels,
     fold_vector,
     high_low,
     join_quarters,
     quarters,
     stack,
+    summed_vectors,
     tokens_to_k8,
     unstack,
     whole,
@@ -35,12 +37,13 @@ from forefetch.kernels.attention.gluon.layouts import (
     A8,
     A16,
     B8,
-    B16,
-    CHANNELS,
     CHUNK,
+    FOLDED,
     MMA,
+    PAIRS,
     QUERY,
     QUERY_K,
+    SUMMED,
     TOKENS,
     rows_by,
     tokens_k,
@@ -54,18 +57,18 @@ def row_max(x):
 
 
 @gluon.jit
-def scores(query, buffers, picked, third, table, one, scale, N: gl.constexpr, NAME: gl.constexpr):
-    """Scores (base 2) of a page as four [8, 32]. `query` [8, 128] float16 in shared memory, scores per unit of it `scale` [8];
-    `buffers`: K codes, scale and zero, outliers, third bits; `picked`: N of [8], scaled q[outlier]; `third`: float16 [8, 32],
-    scaled queries of the channels with a third bit (`mixed`)."""
+def scores(query, buffers, picked, third, table, one, scale, top, N: gl.constexpr, NAME: gl.constexpr):
+    """Scores (base 2) of a page less `top` [8], as four [8, 32]. `query` [8, 128] float16 in shared memory, scores per unit of
+    it `scale` [8]; `buffers`: K codes, scale and zero, outliers, third bits; `picked`: N of [8], scaled q[outlier]; `third`:
+    float16 [8, 32], scaled queries of the channels with a third bit (`mixed`)."""
     PART: gl.constexpr = rows_by(CHUNK)
     codes, rest, outliers, thirds = buffers
     q = query.load(QUERY)
-    base = zero_part(q, rest.slice(128, 128).load(CHANNELS)) * scale
+    base = along(zero_part(q, rest.slice(128, 128).load(FOLDED)) * _by_pairs(scale) - _by_pairs(top))
     scaled = q * rest.slice(0, 128).load(gl.SliceLayout(0, QUERY))[None, :]
-    factor = power_of_two(row_max(gl.abs(scaled)).to(gl.float32))
+    factor = power_of_two(_largest(gl.abs(scaled)))
     operand = _split(_to_operand(scaled), factor)
-    unit = scale / (STEPS * gl.convert_layout(factor, gl.SliceLayout(1, PART), assert_trivial=True))
+    unit = scale * (inverse(gl.convert_layout(factor, gl.SliceLayout(1, PART), assert_trivial=True)) * (1.0 / STEPS))
     start = gl.zeros([16, CHUNK], gl.int32, MMA)
     if NAME == "mixed":
         extra, words = _split(third, factor), third_words(thirds)
@@ -83,6 +86,12 @@ def scores(query, buffers, picked, third, table, one, scale, N: gl.constexpr, NA
 
 
 @gluon.jit
+def _by_pairs(x):
+    """[8] -> [8, 1] that meets PAIRS."""
+    return gl.convert_layout(x, gl.SliceLayout(1, PAIRS), assert_trivial=True)[:, None]
+
+
+@gluon.jit
 def outlier_columns(outliers, N: gl.constexpr):
     """N outlier channels as quarters of 32 tokens."""
     columns = ()
@@ -93,8 +102,8 @@ def outlier_columns(outliers, N: gl.constexpr):
 
 @gluon.jit
 def outlier_part(base, picked, columns, i: gl.constexpr, N: gl.constexpr):
-    """What a quarter's scores have besides the codes: `base` [8] and the outliers' share."""
-    part = base[:, None]
+    """What a quarter's scores have besides the codes: `base` [8, 32] and the outliers' share."""
+    part = base
     for n in gl.static_range(N):
         column = gl.convert_layout(columns[n][i], gl.SliceLayout(0, rows_by(CHUNK)), assert_trivial=True).to(gl.float32)
         part = picked[n][:, None] * column[None, :] + part
@@ -132,70 +141,103 @@ def power_of_two(largest):
 
 
 @gluon.jit
+def inverse(power):
+    """1 / a power of two."""
+    return ((254 << 23) - power.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x, within 1 ulp; 1 / 0 is infinite."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def to_limit(largest):
+    """(A float16 number, at most 2^15, that brings `largest` to just below LIMIT; its inverse), float32."""
+    factor = gl.minimum(reciprocal(largest * (1.0 / (LIMIT - 0.1))), 32768.0).to(gl.float16).to(gl.float32)
+    return factor, reciprocal(factor)
+
+
+@gluon.jit
 def zero_part(q, zero):
-    """q . zero of each head [8]. Half of the channels are in the operand's lower rows, which would be idle."""
-    operand, none = fold_channels(q), gl.zeros([16, 8], gl.float32, MMA)
-    first, second = fold_vector(zero)
-    upper, _ = unstack(mma_v2(operand, first, none))
-    _, lower = unstack(mma_v2(operand, second, none))
-    sums = row_max(gl.convert_layout(upper + lower, rows_by(8), assert_trivial=True))
-    return gl.convert_layout(sums, gl.SliceLayout(1, rows_by(CHUNK)), assert_trivial=True)
+    """q . zero of each head [8, 4] with equal columns. Half of the channels are in the operand's lower rows, which would be
+    idle; their zeros are in the odd columns."""
+    return crossed(mma_v2(fold_channels(q), fold_vector(zero), gl.zeros([16, 8], gl.float32, MMA)))
 
 
 @gluon.jit
-def soft(parts, top, zero):
-    """Scores and their maximum [8], V's zero in shared memory -> (exp2(score - top) as four float16 [8, 32]; their sum; the sum
-    of them times V's zero), the sums [8, 8] with equal columns."""
-    zeros = quarters(zero.load(TOKENS))
-    total, first, second = nothing(), nothing(), nothing()
-    weights = ()
-    for i in gl.static_range(0, 4, 2):
-        p, r = gl.exp2(parts[i] - top[:, None]).to(gl.float16), gl.exp2(parts[i + 1] - top[:, None]).to(gl.float16)
-        operand = stack(p, r, A16)  # two quarters at once: each has its sums in its own rows
-        total = mma_v2(operand, gl.full([CHUNK, 8], 1.0, gl.float16, B16), total)
-        first, second = (
-            mma_v2(operand, columns_of(zeros[i], CHUNK), first),
-            mma_v2(operand, columns_of(zeros[i + 1], CHUNK), second),
-        )
-        weights = weights + (p, r)
-    upper, lower = unstack(total)
-    total = gl.convert_layout(upper + lower, rows_by(8), assert_trivial=True)
-    upper, _ = unstack(first)
-    _, lower = unstack(second)
-    return weights, total, gl.convert_layout(upper + lower, rows_by(8), assert_trivial=True)
+def weigh(parts):
+    """Scores less the reference -> (weights as four float16 [8, 32]; the largest of each head [8]; of all, the bits of a
+    float32)."""
+    weights = _weight(parts[0]), _weight(parts[1]), _weight(parts[2]), _weight(parts[3])
+    most = gl.maximum(gl.maximum(weights[0], weights[1]), gl.maximum(weights[2], weights[3]))
+    most = gl.permute(gl.reshape(most, (8, 4, 4, 2)), (0, 2, 1, 3))
+    most = gl.convert_layout(_halved(_halved(_halved(gl.reshape(most, (8, 4, 8))))), PAIRS, assert_trivial=True).to(gl.float32)
+    largest = gl.convert_layout(row_max(most), gl.SliceLayout(1, rows_by(CHUNK)), assert_trivial=True)
+    return weights, largest, gl.max(gl.reshape(most.to(gl.int32, bitcast=True), (32,)), 0)
 
 
 @gluon.jit
-def weights_operand(weights, scale):
-    """Weights of the quarters times V's scale (in shared memory) times LIMIT -> int8 operand A."""
+def _weight(score):
+    return gl.exp2(score).to(gl.float16)
+
+
+@gluon.jit
+def _halved(x):
+    """Maxima of neighbours in the last dimension, which registers hold: a tree where a reduction would be a chain."""
+    n: gl.constexpr = x.shape[len(x.shape) - 1]
+    if n == 2:
+        a, b = gl.split(x)
+    else:
+        a, b = gl.split(gl.permute(gl.reshape(x, (x.shape[0], x.shape[1], 2, n // 2)), (0, 1, 3, 2)))
+    return gl.maximum(a, b)
+
+
+@gluon.jit
+def _largest(x):
+    """[8, 128] in QUERY -> maxima of the rows, float32."""
+    x = _halved(_halved(_halved(_halved(gl.reshape(x, (8, 4, 32))))))  # [8, 4, 2]
+    return row_max(gl.reshape(x, (8, 8))).to(gl.float32)
+
+
+@gluon.jit
+def add_weights(sums, weights, zeros):
+    """Adds weights times V's zero (even columns) and weights (odd ones) to `sums` [8, 4]; `zeros` [256] in shared memory: V's
+    zero and ones."""
+    total = gl.zeros([16, 8], gl.float32, MMA)
+    lower, upper = summed_vectors(zeros.load(SUMMED))
+    total = mma_v2(stack(weights[0], weights[1], A16), lower, total)  # two quarters at once: each has its own rows
+    return sums + crossed(mma_v2(stack(weights[2], weights[3], A16), upper, total))
+
+
+@gluon.jit
+def weights_operand(weights, scale, factor):
+    """Weights of the quarters times V's scale (in shared memory) times `factor` [8] -> int8 operand A."""
     scales = quarters(scale.load(TOKENS))
     highs, lows = (), ()
     for i in gl.static_range(4):
-        high, low = _scaled(weights[i], scales[i])
+        high, low = _scaled(weights[i], scales[i], factor)
         highs, lows = highs + (high,), lows + (low,)
     return stack(join_quarters(highs), join_quarters(lows), A8)
 
 
 @gluon.jit
-def nothing():
-    """Sums [16, 8] before anything was added."""
-    return gl.zeros([16, 8], gl.float32, MMA)
-
-
-@gluon.jit
-def _scaled(p, scale):
-    """Weights of a quarter [8, 32] times V's scale, as high and low int8 in the order of the stored values."""
+def _scaled(p, scale, factor):
+    """Weights of a quarter [8, 32] times V's scale and `factor` [8], as high and low int8 in the order of the stored values."""
     KS: gl.constexpr = tokens_k(CHUNK)
     p = p * gl.convert_layout(scale, gl.SliceLayout(0, rows_by(CHUNK)), assert_trivial=True)[None, :]
     p = gl.convert_layout(tokens_to_k8(p, CHUNK), KS, assert_trivial=True)
-    return high_low(p, gl.full([8, CHUNK], LIMIT, gl.float16, KS))
+    factor = gl.convert_layout(factor.to(gl.float16), gl.SliceLayout(1, KS), assert_trivial=True)
+    factors, _ = gl.broadcast(factor[:, None], p)
+    return high_low(p, factors)
 
 
 @gluon.jit
 def add_values(sums, operand, codes, thirds, factor, table, one, PLANE: gl.constexpr):
     """Adds `factor` [8] times the page's weighted levels to `sums`, four [8, 32] of 32 channels each."""
     PART: gl.constexpr = rows_by(CHUNK)
-    unit = factor * (1.0 / (LIMIT * STEPS))
+    unit = factor * (1.0 / STEPS)
     added = ()
     for i in gl.static_range(4):
         levels = decode(codes, thirds, i, table, one, PLANE)

@@ -111,11 +111,11 @@ def _lowered(extra):
 
 
 @gluon.jit
-def soft(parts, top, rest):
+def soft(parts, top, scale, zero):
     """Scores and their maximum [4], V's scale and zero in shared memory -> (int8 operand B of exp2(score - top) times V's scale
     times LIMIT; sums of the weights, and of them times V's zero, over the 8 rows of [8, 4])."""
-    scales = column_chunks(token_vector(rest.slice(0, 128)), 4)
-    zeros = column_chunks(token_vector(rest.slice(128, 128)), 4)
+    scales = column_chunks(token_vector(scale), 4)
+    zeros = column_chunks(token_vector(zero), 4)
     total, weighted = gl.zeros([8, 4], gl.float32, by_column(8, 4)), gl.zeros([8, 4], gl.float32, by_column(8, 4))
     turned = ()
     for i in gl.static_range(4):
