@@ -24,6 +24,7 @@ import struct
 import sys
 from pathlib import Path
 from time import perf_counter_ns
+from typing import Any
 
 from forefetch.errors import Mismatch
 
@@ -45,6 +46,13 @@ class _Timespec(ctypes.Structure):
 
 
 _SLICE = ctypes.byref(_Timespec(0, int(SLICE_S * 1e9)))
+
+
+def _slice(seconds: float) -> Any:
+    if seconds == SLICE_S:
+        return _SLICE
+    whole = int(seconds)
+    return ctypes.byref(_Timespec(whole, int((seconds - whole) * 1e9)))
 
 
 def unsupported() -> str:
@@ -93,15 +101,15 @@ class Bell:
         """Wakes the sleeper, so that it looks around."""
         self._wake(_SYS_FUTEX, self._address, _FUTEX_WAKE, 1, None, None, 0)
 
-    def wait(self, seen: int, spin_ns: int) -> bool:
-        """Waits until the number is not `seen`: spins for `spin_ns`, then sleeps for SLICE_S at most. False: still `seen`."""
+    def wait(self, seen: int, spin_ns: int, slice_s: float = SLICE_S) -> bool:
+        """Waits until the number is not `seen`: spins for `spin_ns`, then sleeps for `slice_s` at most. False: still `seen`."""
         word = self._word
         if spin_ns:
             until = perf_counter_ns() + spin_ns
             while word[0] == seen and perf_counter_ns() < until:
                 pass
         if word[0] == seen:
-            self._sleep(_SYS_FUTEX, self._address, _FUTEX_WAIT, ctypes.c_uint32(seen), _SLICE, None, 0)
+            self._sleep(_SYS_FUTEX, self._address, _FUTEX_WAIT, ctypes.c_uint32(seen), _slice(slice_s), None, 0)
         return word[0] != seen
 
 

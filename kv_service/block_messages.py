@@ -14,6 +14,7 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from forefetch.v1 import kv_pb2 as pb
+from kv_service.keys import Key, Origin
 
 Buffer = bytes | memoryview
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5
@@ -22,6 +23,26 @@ _DATA = pb.BlockPart.DATA_FIELD_NUMBER << 3 | DELIMITED
 _MOST_VARINT = 10
 KEPT = 16
 """A part's data stays in its message if it is all but 1/16 of it: what is held is then what is counted."""
+
+
+def wire_key(key: Key) -> pb.BlockKey:
+    """A block's name in a message."""
+    return pb.BlockKey(digest=key.digest, parent=key.parent, token_ids=key.token_ids, position=key.position)
+
+
+def wire_origin(origin: Origin) -> pb.BlockOrigin:
+    """What blocks are, in a message."""
+    layers, kv_heads, head_dim = origin.geometry
+    return pb.BlockOrigin(
+        model_digest=origin.model_digest,
+        kv_format=origin.kv_format,
+        params=origin.params,
+        rope=origin.rope,
+        layers=layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=origin.page_size,
+    )
 
 
 class Part(NamedTuple):

@@ -5,17 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import grpc
 
 from forefetch import rpc
-from forefetch.errors import Cancelled, DeadlineExceeded, Mismatch, NotFound, Overloaded, StaleEpoch, Unavailable
+from forefetch.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    ForefetchError,
+    Mismatch,
+    NotFound,
+    Overloaded,
+    StaleEpoch,
+    Unavailable,
+)
+from forefetch.telemetry.context import TRACEPARENT
 from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
-from kv_service.block_messages import Buffer, Message
+from kv_service.block_messages import Buffer, Message, wire_key, wire_origin
 from kv_service.keys import Geometry, Key, Origin, chain, child_key, next_key, root_key
-from kv_service.parts import Broken, Packer, checksum_of, cut, whole_blocks
+from kv_service.parts import Broken, put_messages, whole_blocks
+from kv_service.sharing import Sharing
 from kv_service.store_sessions import SessionRecord, Verdict
 
 __all__ = [
@@ -47,12 +59,14 @@ Metadata = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class KvInfo:
-    """What a KV service says of itself. `instance_id` changes with every start of the process."""
+    """What a KV service says of itself. `instance_id` changes with every start of the process; `shm_domain` is the caller's own
+    where both can map the same memory."""
 
     instance_id: str
     budget_bytes: int
     max_block_bytes: int
     version: str
+    shm_domain: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,13 +107,16 @@ class KvClient:
     ) -> None:
         self.broken_reads = 0
         self._bearer = bearer
-        self._origin = _wire_origin(origin) if origin else None
+        self._origin = wire_origin(origin) if origin else None
         self._channel = rpc.channel(address, tls)
         self._stub = pb_grpc.KvServiceStub(self._channel)
         self._put, self._get = _block_stubs(self._channel)
+        self._sharing: Sharing | None = None
 
     def close(self) -> None:
         """Ends running calls with Cancelled and refuses new ones."""
+        if self._sharing is not None:
+            self._sharing.close()
         self._channel.close()
 
     def _metadata(self, more: Metadata = ()) -> tuple[tuple[str, str], ...]:
@@ -109,14 +126,68 @@ class KvClient:
         """Identity and limits."""
         with _errors():
             reply = self._stub.Describe(pb.KvServiceDescribeRequest(), timeout=timeout_s, metadata=self._metadata())
-        return KvInfo(reply.instance_id, reply.budget_bytes, reply.max_block_bytes, reply.version)
+        return KvInfo(reply.instance_id, reply.budget_bytes, reply.max_block_bytes, reply.version, reply.shm_domain)
+
+    # ---- blocks through shared memory ----
+
+    def share(self, slots: int, slot_bytes: int, timeout_s: float = CALL_S) -> None:
+        """From now on there is `room` for `slots` blocks, of at most `slot_bytes` each, where the service reads them. Raises
+        Mismatch where it cannot be (another host), Overloaded, Unavailable: blocks can be put all the same."""
+
+        def open_shm(requests: Any) -> Any:
+            return self._stub.OpenShm(requests, metadata=self._metadata())
+
+        with _errors():
+            sharing = Sharing(open_shm, slots, slot_bytes, self._origin)
+            try:
+                sharing.open(timeout_s)
+            except ForefetchError:
+                sharing.close()
+                raise
+        self._sharing = sharing
+
+    @property
+    def shares(self) -> bool:
+        """Whether blocks can go through shared memory now."""
+        return self._sharing is not None and self._sharing.alive
+
+    def room(self, size: int) -> memoryview | None:
+        """Memory for a block that is going to be put, where the service reads it; None: there is none left. It is free again
+        when nobody refers to it."""
+        return self._sharing.room(size) if self._sharing is not None else None
+
+    def in_room(self, data: Buffer) -> bool:
+        """Whether a block lies in `room` that the service still reads."""
+        return self._sharing is not None and self._sharing.holds(data)
+
+    def ping(self, timeout_s: float = CALL_S) -> None:
+        """Asks, through shared memory, whether the service is there."""
+        if self._sharing is None:
+            raise Unavailable("no memory is shared")
+        self._sharing.put((), timeout_s)
+
+    # ---- blocks ----
 
     def put(
         self, blocks: Iterable[tuple[Key, Buffer]], timeout_s: float = TRANSFER_S, metadata: Metadata = ()
     ) -> tuple[int, int]:
-        """Sends blocks, parents before children; (held now, refused). Safe to repeat."""
+        """Sends blocks, parents before children; (held now, refused). Safe to repeat. What lies in `room` is not copied."""
+        sharing = self._sharing
+        if sharing is None or not sharing.alive:
+            return self._put_stream(blocks, timeout_s, metadata)
+        stored = refused = 0
+        runs = [(shared, list(run)) for shared, run in groupby(blocks, lambda pair: sharing.holds(pair[1]))]
+        for shared, run in runs:
+            if shared:
+                more = sharing.put(run, timeout_s, dict(metadata).get(TRACEPARENT, ""))
+            else:
+                more = self._put_stream(run, timeout_s, metadata)
+            stored, refused = stored + more[0], refused + more[1]
+        return stored, refused
+
+    def _put_stream(self, blocks: Iterable[tuple[Key, Buffer]], timeout_s: float, metadata: Metadata) -> tuple[int, int]:
         with _errors():
-            reply = self._put(_put_messages(blocks, self._origin), timeout=timeout_s, metadata=self._metadata(metadata))
+            reply = self._put(put_messages(blocks, self._origin), timeout=timeout_s, metadata=self._metadata(metadata))
         return reply.stored, reply.refused
 
     def look_up(self, keys: Sequence[Key], timeout_s: float = CALL_S, metadata: Metadata = ()) -> int:
@@ -145,7 +216,7 @@ class KvClient:
         A service that is away, a deadline, a short or corrupt block: what came before is returned, and counted.
         """
         blocks: list[Buffer] = []
-        request = pb.GetRequest(keys=map(_wire_key, keys))
+        request = pb.GetRequest(keys=map(wire_key, keys))
         with _errors():
             stream = self._get(request, timeout=timeout_s, metadata=self._metadata(metadata))
         try:
@@ -226,24 +297,6 @@ def _digests(keys: Sequence[Key]) -> bytes:
     return b"".join([key.digest for key in keys])
 
 
-def _wire_key(key: Key) -> pb.BlockKey:
-    return pb.BlockKey(digest=key.digest, parent=key.parent, token_ids=key.token_ids, position=key.position)
-
-
-def _wire_origin(origin: Origin) -> pb.BlockOrigin:
-    layers, kv_heads, head_dim = origin.geometry
-    return pb.BlockOrigin(
-        model_digest=origin.model_digest,
-        kv_format=origin.kv_format,
-        params=origin.params,
-        rope=origin.rope,
-        layers=layers,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        page_size=origin.page_size,
-    )
-
-
 def _wire_record(session_id: str, epoch: int, record: SessionRecord) -> pb.SessionRecord:
     return pb.SessionRecord(
         session_id=session_id,
@@ -256,13 +309,3 @@ def _wire_record(session_id: str, epoch: int, record: SessionRecord) -> pb.Sessi
         tail=record.tail,
         tail_position=record.tail_position,
     )
-
-
-def _put_messages(blocks: Iterable[tuple[Key, Buffer]], origin: pb.BlockOrigin | None) -> Iterator[Message]:
-    packer = Packer()
-    if origin is not None:
-        yield Message(origin=origin)
-    for key, block in blocks:
-        pieces = cut(block)
-        yield from packer.add(pieces, checksum_of(pieces), key=_wire_key(key))
-    yield from packer.rest()

@@ -1,4 +1,4 @@
-"""Parts of a Put stream -> blocks in the vault."""
+"""Parts of a Put stream, or blocks in shared memory -> blocks in the vault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forefetch.errors import BadRequest
 from forefetch.v1 import kv_pb2 as pb
 from kv_service.block_messages import Buffer, Part
 from kv_service.keys import DIGEST_BYTES, Key, child_key
-from kv_service.parts import Pieces
+from kv_service.parts import Pieces, cut
 from kv_service.store import Outcome, Reservation
 
 _log = logging.getLogger(__name__)
@@ -90,18 +90,21 @@ class _Arriving:
     hash: Any = field(default_factory=xxhash.xxh3_128)
     got: int = 0
 
-    def add(self, piece: Buffer) -> None:
+    def add(self, piece: Buffer, shared: bool = False) -> None:
+        """`shared`: the sender may still write to it."""
         self.got += len(piece)
         if self.got > self.size:
             raise BadRequest("parts.data", f"more than the block's size of {self.size} bytes")
         if isinstance(self.place, Reservation):
-            self.hash.update(piece)
             if self.place.kept:
+                piece = bytes(piece) if shared else piece
                 self.pieces.append(piece)
+            self.hash.update(piece)
 
 
 class Intake:
-    """Assembles the blocks of one Put stream. Use as a context manager: leaving it gives up a block that is not complete.
+    """Assembles the blocks of one Put stream, or frame. Use as a context manager: leaving it gives up a block that is not
+    complete.
 
     `reserve(key, size)` is Vault.reserve for the caller's tenant.
     """
@@ -131,21 +134,35 @@ class Intake:
         if len(head.checksum) != (CHECKSUM_BYTES if head.last else 0):
             raise BadRequest("parts.checksum", f"must be {CHECKSUM_BYTES} bytes in a block's last part and empty in the others")
         if self._arriving is None:
-            self._arriving = self._begin(head)
+            self._arriving = self._begin(head, "parts")
         elif head.HasField("key") or head.size:
             raise BadRequest("parts.key", "must be set in a block's first part only, and so must size")
         self._arriving.add(data)
         if head.last:
-            block, self._arriving = self._arriving, None
-            whole = block.got == block.size and block.hash.digest() == head.checksum
-            self._settle(block, head.checksum if whole else b"")
+            self._end(head.checksum)
 
-    def _begin(self, part: pb.BlockPart) -> _Arriving:
+    def take_shared(self, block: pb.SharedBlock, data: Buffer) -> None:
+        """A whole block in memory that its sender may still write to: a copy is kept, and the copy is what is checked."""
+        if len(block.checksum) != CHECKSUM_BYTES:
+            raise BadRequest("blocks.checksum", f"must be {CHECKSUM_BYTES} bytes")
+        self._arriving = self._begin(block, "blocks")
+        for piece in cut(data):
+            self._arriving.add(piece, shared=True)
+        self._end(block.checksum)
+
+    def _end(self, checksum: bytes) -> None:
+        """All parts of the arriving block are here."""
+        block, self._arriving = self._arriving, None
+        assert block is not None
+        whole = block.got == block.size and block.hash.digest() == checksum
+        self._settle(block, checksum if whole else b"")
+
+    def _begin(self, part: pb.BlockPart | pb.SharedBlock, where: str) -> _Arriving:
         if not part.HasField("key"):
-            raise BadRequest("parts.key", "must be set in a block's first part")
+            raise BadRequest(f"{where}.key", "must be set in a block's first part")
         if not 1 <= part.size <= self._max_block_bytes:
-            raise BadRequest("parts.size", f"must be 1 to {self._max_block_bytes} bytes, is {part.size}")
-        key = check_key(read_key(part.key, "parts.key"), "parts.key")
+            raise BadRequest(f"{where}.size", f"must be 1 to {self._max_block_bytes} bytes, is {part.size}")
+        key = check_key(read_key(part.key, f"{where}.key"), f"{where}.key")
         if key.parent in self._left_out:  # nobody could reach it; what is held must not give way to it
             place: Reservation | Outcome = self._keeper.refuse(Outcome.NO_ROOM)
         else:

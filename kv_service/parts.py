@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import xxhash
 
 from forefetch.v1 import kv_pb2 as pb
-from kv_service.block_messages import Buffer, Message, Part
+from kv_service.block_messages import Buffer, Message, Part, wire_key
+from kv_service.keys import Key
 
 MESSAGE = 1 << 20
 """A message is sent once it holds this many bytes."""
@@ -68,6 +69,17 @@ class Packer:
     def _message(self) -> Message:
         parts, self._parts, self._size = self._parts, [], 0
         return Message(parts)
+
+
+def put_messages(blocks: Iterable[tuple[Key, Buffer]], origin: pb.BlockOrigin | None) -> Iterator[Message]:
+    """Of a Put stream."""
+    packer = Packer()
+    if origin is not None:
+        yield Message(origin=origin)
+    for key, block in blocks:
+        pieces = cut(block)
+        yield from packer.add(pieces, checksum_of(pieces), key=wire_key(key))
+    yield from packer.rest()
 
 
 class Broken(Exception):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
-from forefetch import rpc
+from forefetch import rpc, shm
 from forefetch.errors import BadRequest, Overloaded
 from forefetch.priority import give_way
 from forefetch.rpc.auth import Authenticator
@@ -31,6 +31,7 @@ from kv_service.intake import Intake, read_digests, read_keys
 from kv_service.parts import Packer
 from kv_service.session_log import SessionLogs
 from kv_service.session_rows import check_record, check_session_id
+from kv_service.sharer import SHARERS, Sharers
 from kv_service.vault import Vault
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ MAX_KEYS = 16_384
 """Most keys in a LookUp or Get: two million tokens at 128 a block."""
 MAX_RECORDS = 4_096
 """Most records in an AppendSession."""
-THREADS = 16
+THREADS = 16 + SHARERS
 TRANSFERS = 12
 """Put and Get streams at a time; the other threads stay free for health, look-ups and Describe."""
 TRANSFER_LIMIT_S = 60.0
@@ -66,6 +67,7 @@ class KvServicer(pb_grpc.KvServiceServicer):
             opened.callback(self.sessions.close)
             self.vault = Vault(config.limits, disk)
             opened.callback(self.vault.close)
+            self._sharers = Sharers(self.vault, exporter, config.max_block_bytes, TRANSFER_LIMIT_S)
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -75,7 +77,7 @@ class KvServicer(pb_grpc.KvServiceServicer):
     @property
     def busy(self) -> bool:
         """Whether a transfer is running."""
-        return self._transfers > 0
+        return self._transfers + self._sharers.running > 0
 
     def _tag(self, context: grpc.ServicerContext) -> bytes:
         """The caller's tenant as names begin with it."""
@@ -129,6 +131,7 @@ class KvServicer(pb_grpc.KvServiceServicer):
             budget_bytes=self._config.limits.home,
             max_block_bytes=self._config.max_block_bytes,
             version=VERSION,
+            shm_domain=shm.domain(),
         )
 
     @rpc.sync_handler
@@ -145,6 +148,15 @@ class KvServicer(pb_grpc.KvServiceServicer):
                     for part in message.parts:
                         intake.take(part)
             return pb.PutResponse(stored=intake.stored, refused=intake.refused)
+
+    @rpc.sync_handler
+    def OpenShm(
+        self, request: Iterator[pb.KvServiceOpenShmRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.KvServiceOpenShmResponse]:
+        """Takes blocks out of memory that the caller shares, until the stream ends."""
+        self._tag(context)
+        answer = pb.KvServiceOpenShmResponse(instance_id=self._instance_id)
+        yield from self._sharers.serve(request, context, partial(self._tag, context), answer)
 
     @rpc.sync_handler
     def LookUp(self, request: pb.LookUpRequest, context: grpc.ServicerContext) -> pb.LookUpResponse:
@@ -224,6 +236,8 @@ class KvServicer(pb_grpc.KvServiceServicer):
             uptime_s=time.monotonic() - self._started,
             slow_peers=self._slow,
             unauthenticated=self._auth.refused,
+            sharers=self._sharers.sharers,
+            shared_blocks=self._sharers.blocks,
             sessions=len(sessions),
             session_bytes=sessions.bytes,
             **asdict(sessions.counters),

@@ -144,6 +144,8 @@ def kv(
         budget_bytes=budget,
         read_block=cache.read_block,
         exporter=exporter,
+        shared_bytes=config.kv_shm_mb * 2**20,
+        most_block_bytes=cache.most_block_bytes,
     )
     cost = FetchCost(cache.block_bytes, config.page_size, config.kv_fetch_s, rows_bytes)
     tail_start = partial(cache.tail_start, loaded=0)

@@ -7,7 +7,7 @@ the unit that is handed to the KV service.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -19,6 +19,13 @@ from forefetch.kernels.qkv import HeadNorms, enter
 from forefetch.spec import ModelSpec
 from router_service.batch import StepBatch
 
+Place = Callable[[int], memoryview | None]
+"""Gives memory for so many bytes, if it has any."""
+
+
+def no_place(size: int) -> None:
+    """Has none."""
+
 
 class KvCache:
     """`pages` pages of `page_size` tokens in `dtype` on `device`."""
@@ -27,9 +34,9 @@ class KvCache:
         self.page_size = page_size
         self.dtype = dtype
         shape = (spec.kv_heads, pages, page_size, spec.head_dim)
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
-        self.block_bytes = self.page_bytes(spec, page_size, dtype)
+        self.pools = torch.zeros((spec.layers, 2, *shape), dtype=dtype, device=device)  # one, so that one call copies a block
+        self.k, self.v = list(self.pools[:, 0].unbind()), list(self.pools[:, 1].unbind())
+        self.block_bytes = self.most_block_bytes = self.page_bytes(spec, page_size, dtype)
         self._limit = torch.finfo(dtype).max
         # Blocks that come in are copied beside the running step, not between its kernels.
         self._incoming = torch.Stream(device) if device.type == "cuda" else None
@@ -67,16 +74,16 @@ class KvCache:
     def heed(self, void: torch.Tensor) -> None:
         """A commit changes nothing here."""
 
-    def read_block(self, page: int) -> memoryview:
+    def read_block(self, page: int, place: Place = no_place) -> memoryview:
         """The bytes of a sealed block: for each layer K then V, each [Hkv, page, D]. May be called from any thread."""
-        parts = [pool[layer][:, page].view(torch.uint8) for layer in range(len(self.k)) for pool in (self.k, self.v)]
+        block = self.pools[:, :, :, page].view(torch.uint8)
         if self._incoming is not None:
-            return torch.stack(parts).cpu().view(-1).numpy().data
+            block = block.contiguous().cpu()
+        into = place(self.block_bytes)
         # By numpy: without the GIL, and without PyTorch's other threads, whose cores a step needs.
-        block = np.empty((len(parts), *parts[0].shape), dtype=np.uint8)
-        for into, part in zip(block, parts, strict=True):
-            np.copyto(into, part.numpy())
-        return block.reshape(-1).data
+        data = np.empty(self.block_bytes, np.uint8) if into is None else np.frombuffer(into, np.uint8)
+        np.copyto(data.reshape(block.shape), block.numpy())
+        return data.data if into is None else into
 
     def write_block(self, page: int, data: bytes | memoryview) -> None:
         """The inverse of `read_block`: fills a page that nobody reads yet. Returns when the bytes are there; any thread.

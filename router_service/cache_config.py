@@ -99,6 +99,12 @@ class CacheConfig(ServiceConfig):
         """Most MiB of sealed blocks waiting for the KV service. Blocks beyond it are dropped and counted; steps never
         wait.""",
     )
+    kv_shm_mb: int = setting(
+        32,
+        """Most MiB of shared memory (/dev/shm) through which sealed blocks go to each KV service on the same host, instead of
+        through gRPC, which costs several times as much of the cores that steps need. What finds no room in it goes through
+        gRPC, and so does all where the service cannot map it. 0: always gRPC.""",
+    )
 
     def validate(self) -> None:
         """Raises ConfigError naming the setting or pair that is wrong."""
@@ -106,7 +112,7 @@ class CacheConfig(ServiceConfig):
         for name in ("page_size", "kv_memory_mb", "handover_mb"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag(name)}: must be at least 1")
-        for name in ("kv_fetch_s", "session_tail_mb"):
+        for name in ("kv_fetch_s", "session_tail_mb", "kv_shm_mb"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{flag(name)}: must not be negative")
         if self.session_lag_s <= 0:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from forefetch.telemetry.context import SpanContext
 from forefetch.v1 import router_pb2
-from kv_service.client import TRANSFER_S, Buffer, Key
-from router_service.lane import Lane
+from kv_service.client import TRANSFER_S, Key
+from router_service.lane import Lane, ReadBlock
 from router_service.replicas import Replicas
 from router_service.segments import owner, segment_of
 
@@ -25,16 +25,20 @@ class Handover:
         *,
         block_bytes: int,
         budget_bytes: int,
-        read_block: Callable[[int], Buffer],
+        read_block: ReadBlock,
         exporter: Exporter | None = None,
         transfer_s: float = TRANSFER_S,
+        shared_bytes: int = 0,
+        most_block_bytes: int = 0,
     ) -> None:
-        """`budget_bytes`: most bytes that wait, over all services. `read_block(page)` gives the `block_bytes` bytes of a sealed
-        page, on any thread. `transfer_s`: deadline of a send."""
+        """`budget_bytes`: most bytes that wait, over all services, in blocks of `block_bytes` each. `read_block`, `transfer_s`:
+        see Lane. `shared_bytes`: most memory shared with each service of this host, for blocks of at most `most_block_bytes`."""
         self._addresses = replicas.addresses
         room = max(1, budget_bytes // block_bytes // len(replicas.all))
+        size = max(block_bytes, most_block_bytes)
+        shared = min(room, shared_bytes // size), size
         self.lanes = [
-            Lane(replica, room=room, read_block=read_block, exporter=exporter, transfer_s=transfer_s)
+            Lane(replica, room=room, read_block=read_block, exporter=exporter, transfer_s=transfer_s, shared=shared)
             for replica in replicas.all
         ]
         self._segments: dict[int, list[Lane]] = {}  # of each request, who takes its segments

@@ -2,7 +2,7 @@
 
 Two threads, so that a slow service never holds pages: one copies the bytes of offered blocks out of their pages, the other
 sends them. The engine only appends to a list. While the service is away its heartbeat is tried with backoff; the outbox
-keeps what fits its budget and drops, counted, what does not.
+keeps what fits its budget and drops, counted, what does not. A service on the same host reads blocks where they are copied to.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from contextlib import nullcontext
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from forefetch import shm
 from forefetch.errors import Cancelled, DeadlineExceeded, ForefetchError, Overloaded, Unavailable
 from forefetch.priority import give_way
 from forefetch.telemetry import names
 from forefetch.telemetry.context import SpanContext, to_metadata
 from forefetch.v1 import router_pb2
-from kv_service.client import CALL_S, TRANSFER_S, Buffer, Key
+from kv_service.client import CALL_S, TRANSFER_S, Buffer, Key, KvInfo
 from router_service.outbox import Block, Outbox
 from router_service.replicas import Replica
 
@@ -30,8 +31,11 @@ _log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 """How often it is asked whether the service is still the same instance."""
 BACKOFF_S = (0.1, 2.0)
+SHARE_AGAIN_S = 30.0
+"""How long a service that cannot share memory is not asked again."""
 ATTEMPTS = 4
 """Sends of one batch to a service that answers its heartbeat, before the batch is dropped."""
+ReadBlock = Callable[[int, Callable[[int], memoryview | None]], Buffer]
 _PASSING = (Unavailable, DeadlineExceeded, Overloaded, Cancelled)
 
 
@@ -43,17 +47,22 @@ class Lane:
         replica: Replica,
         *,
         room: int,
-        read_block: Callable[[int], Buffer],
+        read_block: ReadBlock,
         exporter: Exporter | None = None,
         transfer_s: float = TRANSFER_S,
+        shared: tuple[int, int] = (0, 0),
     ) -> None:
-        """`room`: most blocks that wait. `read_block(page)` gives the bytes of a sealed page, on any thread.
-        `transfer_s`: deadline of a send."""
+        """`room`: most blocks that wait. `read_block(page, place)` gives the bytes of a sealed page, on any thread, in memory
+        from `place(size)`, if that gives any. `transfer_s`: deadline of a send. `shared`: how many blocks, of how many bytes, lie in
+        memory shared with a service of this host."""
         self._replica, self._client = replica, replica.connect()
+        self._shared, self._share_at = shared, 0.0  # monotonic seconds
         self._read_block, self._exporter, self._transfer_s = read_block, exporter, transfer_s
         self._call_s = min(CALL_S, transfer_s)
         self._outbox = Outbox(room)
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)  # for the sender
+        self._offered = threading.Condition(lock)  # for the copier
         self._closing = False
         self._instance_id = ""
         self._attempts = 0
@@ -74,7 +83,7 @@ class Lane:
             if self._closing:
                 return False
             queued = self._outbox.offer(chain, key, page, trace)
-            self._changed.notify_all()
+            self._offered.notify()
         return queued
 
     def adopt(self, chain: Hashable, key: Key, page: int) -> None:
@@ -113,7 +122,8 @@ class Lane:
         """Takes nothing more."""
         with self._changed:
             self._closing = True
-            self._changed.notify_all()
+            self._changed.notify()
+            self._offered.notify()
 
     def close(self, timeout_s: float) -> None:
         """Sends what is queued, for at most `timeout_s`, and ends the threads."""
@@ -129,18 +139,23 @@ class Lane:
         give_way()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._outbox.copyable)
+                while not (self._closing or self._outbox.copyable):
+                    if self._outbox.ready:
+                        self._changed.notify()
+                    self._offered.wait()
                 if not self._outbox.copyable or (self._closing and not self._sender.is_alive()):
                     return
                 block = self._outbox.take()
             data = self._bytes_of(block)
             with self._changed:
                 self._outbox.copied(block, data)
-                self._changed.notify_all()
+                del data  # the place is the block's alone
+                if self._outbox.ready or not self._outbox.used:
+                    self._changed.notify()  # else when all that was sealed together is copied
 
     def _bytes_of(self, block: Block) -> Buffer:
         try:
-            return self._read_block(block.page)
+            return self._read_block(block.page, self._client.room)
         except Exception:
             _log.exception("page %d could not be read for the KV service", block.page)
             return b""
@@ -175,14 +190,28 @@ class Lane:
         """Asks, now and then, who is there; another instance than before holds nothing of what was sent."""
         if monotonic() < self._greet_at:
             return
-        info = self._client.describe(self._call_s)
+        if self._client.shares:  # so it is the same instance
+            self._client.ping(self._call_s)
+        else:
+            self._meet(self._client.describe(self._call_s))
         self._replica.is_up(True)
         self._greet_at = monotonic() + HEARTBEAT_S
+
+    def _meet(self, info: KvInfo) -> None:
         with self._changed:
             if self._instance_id not in ("", info.instance_id):
                 self._outbox.restart()
-                self._changed.notify_all()
+                self._offered.notify()
+                self._share_at = 0.0
             self._instance_id = info.instance_id
+        slots, size = self._shared
+        if not slots or not info.shm_domain or info.shm_domain != shm.domain() or monotonic() < self._share_at:
+            return
+        self._share_at = monotonic() + SHARE_AGAIN_S
+        try:
+            self._client.share(slots, size, self._call_s)
+        except ForefetchError as error:
+            _log.info("blocks go to KV service %s over gRPC: %s", self._replica.address, error)
 
     def _send(self) -> None:
         """Sends one batch. Raises, with the batch back in the outbox, when it is worth another try."""
@@ -201,7 +230,7 @@ class Lane:
         self._attempts = 0
         with self._changed:
             self._outbox.finish(blocks, stored)
-            self._changed.notify_all()  # there is room again
+            self._offered.notify()  # there is room again
 
     def _put(self, blocks: Sequence[Block]) -> int:
         """How many of the blocks the service holds now. What it holds already, a common prompt say, is not sent."""
@@ -218,8 +247,9 @@ class Lane:
 
     def _held(self, run: Sequence[Block]) -> int:
         """How many of these the service holds. It is not asked again behind a block that it did not hold, because prefixes lose
-        their ends first; what it holds all the same, it compares and does not keep twice."""
-        if run[0].chain.absent:
+        their ends first; what it holds all the same, it compares and does not keep twice. Nor is it asked where nothing is to
+        be sent."""
+        if run[0].chain.absent or all(self._client.in_room(block.data) for block in run):
             return 0
         held = self._client.look_up([block.key for block in run], self._call_s)
         for block in run[held:]:

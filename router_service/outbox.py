@@ -54,6 +54,7 @@ class Outbox:
         self._behind: dict[Hashable, Chain] = {}  # chains with blocks that found no room
         self._todo: deque[Block] = deque()  # pinned, to be copied
         self._ready: deque[Block] = deque()  # copied, to be sent
+        self._copying = 0
 
     @property
     def waiting(self) -> int:
@@ -62,8 +63,10 @@ class Outbox:
 
     @property
     def ready(self) -> bool:
-        """Whether a block can be sent."""
-        return bool(self._ready)
+        """Whether it is time to send: blocks that were sealed together are copied first, and go together."""
+        if not self._ready:
+            return False
+        return not (self._copying or self.copyable) or sum(len(block.data) for block in self._ready) >= BATCH_BYTES
 
     @property
     def copyable(self) -> bool:
@@ -97,6 +100,7 @@ class Outbox:
 
     def take(self) -> Block:
         """The next block to copy: one whose page is pinned, else one that had found no room."""
+        self._copying += 1
         if self._todo:
             return self._todo.popleft()
         name, chain = next(iter(self._behind.items()))
@@ -118,6 +122,7 @@ class Outbox:
         Without a pin the page is intact only if its request still lives: the engine forgets a request before it writes
         anything else to the request's pages.
         """
+        self._copying -= 1
         intact = block.pinned or block.chain.live
         self._unpin(block)
         if data and intact:

@@ -31,7 +31,7 @@ from forefetch.kernels.attention.sealed_plan import Placed, place_sealed
 from forefetch.kernels.kv_codec import KvFormat, move_tails, seal_tails
 from forefetch.spec import ModelSpec
 from router_service.batch import PrefillRows, StepBatch
-from router_service.cache import KvCache
+from router_service.cache import KvCache, Place, no_place
 from router_service.pages import SCRATCH
 from router_service.sealed_step import SealedStep
 
@@ -66,6 +66,7 @@ class SealedCache:
         self.tails, self.sinks = self._tails[:, :, :, : lanes + 1], self._sinks[:, :, :, : lanes + 1]
         self.rows = self._tails[:, :, :, lanes + 1 :].flatten(3, 4)
         self.block_bytes = self.page_bytes(spec, format, exempt)
+        self.most_block_bytes = self.block_bytes + self.sinks[:, :, :, 0].nbytes
         self._void: Tensor | None = None
         self._nothing = torch.tensor([lanes, SCRATCH, 0], dtype=torch.int32, device=device)
         self._loaded: set[int] = set()  # first pages whose sinks no lane has taken yet
@@ -212,7 +213,7 @@ class SealedCache:
 
     # ---- blocks ----
 
-    def read_block(self, page: int) -> memoryview:
+    def read_block(self, page: int, place: Place = no_place) -> memoryview:
         """The bytes of a sealed block: blobs [L, Hkv], then exempt layers as KvCache has them, then, if it is a request's first
         block, its sinks [L, K V, Hkv, S, D]. Any thread."""
         parts = [
@@ -221,7 +222,12 @@ class SealedCache:
         ]
         if (sinks := self._first.get(page)) is not None:
             parts.append(sinks.cpu().numpy().tobytes())
-        return memoryview(b"".join(parts))
+        data = memoryview(b"".join(parts))
+        into = place(len(data))
+        if into is None:
+            return data
+        into[:] = data
+        return into
 
     def write_block(self, page: int, data: bytes | memoryview) -> None:
         """The inverse of `read_block`. Any thread; nobody reads the page meanwhile. ValueError: not the length of a block."""

@@ -21,6 +21,7 @@ from forefetch.spec import ModelSpec
 from forefetch.telemetry.ring import StepStamps
 from forefetch.weights import Checkpoint
 from router_service.batch import StepBatch
+from router_service.cache import Place, no_place
 from router_service.layers import Layer, Loader, head_logits, project
 from router_service.rope import Rope
 
@@ -56,6 +57,7 @@ class Cache(Protocol):
 
     page_size: int
     block_bytes: int
+    most_block_bytes: int
     dtype: torch.dtype
 
     def step(self, batch: StepBatch, dtype: torch.dtype, scale: float) -> Attention:
@@ -74,8 +76,8 @@ class Cache(Protocol):
         """From now on commits of decode rows change nothing while `void`, int32 [1] on the device, is not 0: for models whose
         steps may turn out lost when they are read."""
 
-    def read_block(self, page: int) -> memoryview:
-        """A sealed block's bytes. Any thread."""
+    def read_block(self, page: int, place: Place = no_place) -> memoryview:
+        """A sealed block's bytes, in memory that `place(size)` gives, if it does. Any thread."""
 
     def write_block(self, page: int, data: bytes | memoryview) -> None:
         """The inverse. Any thread; nobody reads the page meanwhile. ValueError: not the bytes of a block."""

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from kv_service.client import Geometry, Key, chain, next_key, root_key
+from kv_service.client import Buffer, Geometry, Key, chain, next_key, root_key
 from router_service.admission import Admitted, SamplingParams
+from router_service.cache import Place, no_place
 from router_service.cost import FetchCost
 from router_service.handover import Handover
 from router_service.kv import KvSide
@@ -41,7 +42,10 @@ def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
 class Engine:
     """What the engine does with pages and blocks, without a model: a page's bytes are a function of the tokens in it."""
 
-    def __init__(self, address: str, *, budget_blocks: int = 100, pages: int = 64, transfer_s: float = 5.0) -> None:
+    def __init__(
+        self, address: str, *, budget_blocks: int = 100, pages: int = 64, transfer_s: float = 5.0, shared: int = 0
+    ) -> None:
+        """`shared`: blocks of room in memory shared with the service."""
         # A root of its own, so that tests can share a service.
         self.root = root_key(os.urandom(8), "model", Geometry(2, 2, 8), "rope", "float32", "", 2)
         self.pool = PagePool(pages)
@@ -58,6 +62,7 @@ class Engine:
             budget_bytes=budget_blocks * SMALL_BLOCK,
             read_block=self.read,
             transfer_s=transfer_s,
+            shared_bytes=shared * SMALL_BLOCK,
         )
         (self.lane,) = self.handover.lanes
 
@@ -65,9 +70,13 @@ class Engine:
         (status,) = self.handover.status()
         return status
 
-    def read(self, page: int) -> bytes:
+    def read(self, page: int, place: Place = no_place) -> Buffer:
         self.gate.wait(10)
-        return self.memory[page]
+        data = self.memory[page]
+        if (into := place(len(data))) is None:
+            return data
+        into[:] = data
+        return into
 
     def tokens(self, request: int, block: int) -> list[int]:
         return [request, block]
@@ -162,7 +171,7 @@ class Rig:
         )
         self.replicas = Replicas(self.addresses)
         naming = Naming(self.digest, Geometry(1, 1, 8), "rope", "float32", "", PAGE)
-        handover = Handover(self.replicas, block_bytes=BLOCK, budget_bytes=100 * BLOCK, read_block=self.memory.__getitem__)
+        handover = Handover(self.replicas, block_bytes=BLOCK, budget_bytes=100 * BLOCK, read_block=self.read)
         prefix = Prefix(self.replicas, FetchCost(BLOCK, PAGE, self.timeout_s), self.write)
         self.writing.set()
         cache: Any = FakeLanes(self.recent)
@@ -174,6 +183,9 @@ class Rig:
         until(lambda: all(replica.up for replica in self.replicas.all if replica.address not in self.away))
 
     away: tuple[str, ...] = ()
+
+    def read(self, page: int, place: Place = no_place) -> Buffer:
+        return self.memory[page]
 
     def write(self, page: int, data: bytes) -> None:
         if len(data) != BLOCK:

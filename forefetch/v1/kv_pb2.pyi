@@ -27,16 +27,54 @@ class KvServiceDescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class KvServiceDescribeResponse(_message.Message):
-    __slots__ = ("instance_id", "budget_bytes", "max_block_bytes", "version")
+    __slots__ = ("instance_id", "budget_bytes", "max_block_bytes", "version", "shm_domain")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    SHM_DOMAIN_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     budget_bytes: int
     max_block_bytes: int
     version: str
-    def __init__(self, instance_id: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., max_block_bytes: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    shm_domain: str
+    def __init__(self, instance_id: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., max_block_bytes: _Optional[int] = ..., version: _Optional[str] = ..., shm_domain: _Optional[str] = ...) -> None: ...
+
+class KvServiceOpenShmRequest(_message.Message):
+    __slots__ = ("segment", "nonce", "origin")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    segment: str
+    nonce: bytes
+    origin: BlockOrigin
+    def __init__(self, segment: _Optional[str] = ..., nonce: _Optional[bytes] = ..., origin: _Optional[_Union[BlockOrigin, _Mapping]] = ...) -> None: ...
+
+class KvServiceOpenShmResponse(_message.Message):
+    __slots__ = ("instance_id",)
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    def __init__(self, instance_id: _Optional[str] = ...) -> None: ...
+
+class SharedBlock(_message.Message):
+    __slots__ = ("key", "offset", "size", "checksum")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    key: BlockKey
+    offset: int
+    size: int
+    checksum: bytes
+    def __init__(self, key: _Optional[_Union[BlockKey, _Mapping]] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., checksum: _Optional[bytes] = ...) -> None: ...
+
+class SharedPut(_message.Message):
+    __slots__ = ("blocks", "traceparent")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[SharedBlock]
+    traceparent: str
+    def __init__(self, blocks: _Optional[_Iterable[_Union[SharedBlock, _Mapping]]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class BlockKey(_message.Message):
     __slots__ = ("digest", "parent", "token_ids", "position")
@@ -205,7 +243,7 @@ class KvServiceGetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class KvServiceGetStatsResponse(_message.Message):
-    __slots__ = ("uptime_s", "blocks", "bytes", "budget_bytes", "hits", "misses", "stored", "refused", "evicted", "conflicts", "memory_blocks", "memory_bytes", "memory_budget_bytes", "disk_blocks", "disk_reads", "corrupt", "short_reads", "read_errors", "disk_full", "write_errors", "broken", "no_room", "stale_writers", "duplicates", "slow_peers", "damaged_at_start", "unauthenticated", "sessions", "session_bytes", "session_records", "stale_epochs", "sessions_refused", "sessions_dropped", "index_s", "mismatches")
+    __slots__ = ("uptime_s", "blocks", "bytes", "budget_bytes", "hits", "misses", "stored", "refused", "evicted", "conflicts", "memory_blocks", "memory_bytes", "memory_budget_bytes", "disk_blocks", "disk_reads", "corrupt", "short_reads", "read_errors", "disk_full", "write_errors", "broken", "no_room", "stale_writers", "duplicates", "slow_peers", "damaged_at_start", "unauthenticated", "sessions", "session_bytes", "session_records", "stale_epochs", "sessions_refused", "sessions_dropped", "index_s", "mismatches", "sharers", "shared_blocks")
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -241,6 +279,8 @@ class KvServiceGetStatsResponse(_message.Message):
     SESSIONS_DROPPED_FIELD_NUMBER: _ClassVar[int]
     INDEX_S_FIELD_NUMBER: _ClassVar[int]
     MISMATCHES_FIELD_NUMBER: _ClassVar[int]
+    SHARERS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     blocks: int
     bytes: int
@@ -276,7 +316,9 @@ class KvServiceGetStatsResponse(_message.Message):
     sessions_dropped: int
     index_s: float
     mismatches: int
-    def __init__(self, uptime_s: _Optional[float] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., stored: _Optional[int] = ..., refused: _Optional[int] = ..., evicted: _Optional[int] = ..., conflicts: _Optional[int] = ..., memory_blocks: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_budget_bytes: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., disk_reads: _Optional[int] = ..., corrupt: _Optional[int] = ..., short_reads: _Optional[int] = ..., read_errors: _Optional[int] = ..., disk_full: _Optional[int] = ..., write_errors: _Optional[int] = ..., broken: _Optional[int] = ..., no_room: _Optional[int] = ..., stale_writers: _Optional[int] = ..., duplicates: _Optional[int] = ..., slow_peers: _Optional[int] = ..., damaged_at_start: _Optional[int] = ..., unauthenticated: _Optional[int] = ..., sessions: _Optional[int] = ..., session_bytes: _Optional[int] = ..., session_records: _Optional[int] = ..., stale_epochs: _Optional[int] = ..., sessions_refused: _Optional[int] = ..., sessions_dropped: _Optional[int] = ..., index_s: _Optional[float] = ..., mismatches: _Optional[int] = ...) -> None: ...
+    sharers: int
+    shared_blocks: int
+    def __init__(self, uptime_s: _Optional[float] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., stored: _Optional[int] = ..., refused: _Optional[int] = ..., evicted: _Optional[int] = ..., conflicts: _Optional[int] = ..., memory_blocks: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_budget_bytes: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., disk_reads: _Optional[int] = ..., corrupt: _Optional[int] = ..., short_reads: _Optional[int] = ..., read_errors: _Optional[int] = ..., disk_full: _Optional[int] = ..., write_errors: _Optional[int] = ..., broken: _Optional[int] = ..., no_room: _Optional[int] = ..., stale_writers: _Optional[int] = ..., duplicates: _Optional[int] = ..., slow_peers: _Optional[int] = ..., damaged_at_start: _Optional[int] = ..., unauthenticated: _Optional[int] = ..., sessions: _Optional[int] = ..., session_bytes: _Optional[int] = ..., session_records: _Optional[int] = ..., stale_epochs: _Optional[int] = ..., sessions_refused: _Optional[int] = ..., sessions_dropped: _Optional[int] = ..., index_s: _Optional[float] = ..., mismatches: _Optional[int] = ..., sharers: _Optional[int] = ..., shared_blocks: _Optional[int] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
     __slots__ = ("digest", "limit")

@@ -46,6 +46,11 @@ class KvServiceStub(object):
                 request_serializer=forefetch_dot_v1_dot_kv__pb2.PutRequest.SerializeToString,
                 response_deserializer=forefetch_dot_v1_dot_kv__pb2.PutResponse.FromString,
                 _registered_method=True)
+        self.OpenShm = channel.stream_stream(
+                '/forefetch.v1.KvService/OpenShm',
+                request_serializer=forefetch_dot_v1_dot_kv__pb2.KvServiceOpenShmRequest.SerializeToString,
+                response_deserializer=forefetch_dot_v1_dot_kv__pb2.KvServiceOpenShmResponse.FromString,
+                _registered_method=True)
         self.LookUp = channel.unary_unary(
                 '/forefetch.v1.KvService/LookUp',
                 request_serializer=forefetch_dot_v1_dot_kv__pb2.LookUpRequest.SerializeToString,
@@ -98,6 +103,15 @@ class KvServiceServicer(object):
     def Put(self, request_iterator, context):
         """Takes sealed blocks. Parts of a block follow each other; the last says so. Idempotent: the same bytes again are
         fine, different bytes under one key are refused and counted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenShm(self, request_iterator, context):
+        """Opens a way for blocks through memory that caller and service share: the caller names a segment it made; the service answers that
+        it is mapped, then stores what frames in it announce, for as long as this stream is open. FAILED_PRECONDITION when the segment
+        cannot be reached (another host): the caller stays with Put.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,6 +181,11 @@ def add_KvServiceServicer_to_server(servicer, server):
                     servicer.Put,
                     request_deserializer=forefetch_dot_v1_dot_kv__pb2.PutRequest.FromString,
                     response_serializer=forefetch_dot_v1_dot_kv__pb2.PutResponse.SerializeToString,
+            ),
+            'OpenShm': grpc.stream_stream_rpc_method_handler(
+                    servicer.OpenShm,
+                    request_deserializer=forefetch_dot_v1_dot_kv__pb2.KvServiceOpenShmRequest.FromString,
+                    response_serializer=forefetch_dot_v1_dot_kv__pb2.KvServiceOpenShmResponse.SerializeToString,
             ),
             'LookUp': grpc.unary_unary_rpc_method_handler(
                     servicer.LookUp,
@@ -260,6 +279,33 @@ class KvService(object):
             '/forefetch.v1.KvService/Put',
             forefetch_dot_v1_dot_kv__pb2.PutRequest.SerializeToString,
             forefetch_dot_v1_dot_kv__pb2.PutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenShm(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/forefetch.v1.KvService/OpenShm',
+            forefetch_dot_v1_dot_kv__pb2.KvServiceOpenShmRequest.SerializeToString,
+            forefetch_dot_v1_dot_kv__pb2.KvServiceOpenShmResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,11 @@ class KvServiceStub:
     """Takes sealed blocks. Parts of a block follow each other; the last says so. Idempotent: the same bytes again are
     fine, different bytes under one key are refused and counted.
     """
+    OpenShm: _grpc.StreamStreamMultiCallable[_kv_pb2.KvServiceOpenShmRequest, _kv_pb2.KvServiceOpenShmResponse]
+    """Opens a way for blocks through memory that caller and service share: the caller names a segment it made; the service answers that
+    it is mapped, then stores what frames in it announce, for as long as this stream is open. FAILED_PRECONDITION when the segment
+    cannot be reached (another host): the caller stays with Put.
+    """
     LookUp: _grpc.UnaryUnaryMultiCallable[_kv_pb2.LookUpRequest, _kv_pb2.LookUpResponse]
     """Of a chain of keys, how many from the first on are held: the longest contiguous prefix. Or which is the last held."""
     Get: _grpc.UnaryStreamMultiCallable[_kv_pb2.GetRequest, _kv_pb2.GetResponse]
@@ -74,6 +79,11 @@ class KvServiceAsyncStub(KvServiceStub):
     Put: _aio.StreamUnaryMultiCallable[_kv_pb2.PutRequest, _kv_pb2.PutResponse]  # type: ignore[assignment]
     """Takes sealed blocks. Parts of a block follow each other; the last says so. Idempotent: the same bytes again are
     fine, different bytes under one key are refused and counted.
+    """
+    OpenShm: _aio.StreamStreamMultiCallable[_kv_pb2.KvServiceOpenShmRequest, _kv_pb2.KvServiceOpenShmResponse]  # type: ignore[assignment]
+    """Opens a way for blocks through memory that caller and service share: the caller names a segment it made; the service answers that
+    it is mapped, then stores what frames in it announce, for as long as this stream is open. FAILED_PRECONDITION when the segment
+    cannot be reached (another host): the caller stays with Put.
     """
     LookUp: _aio.UnaryUnaryMultiCallable[_kv_pb2.LookUpRequest, _kv_pb2.LookUpResponse]  # type: ignore[assignment]
     """Of a chain of keys, how many from the first on are held: the longest contiguous prefix. Or which is the last held."""
@@ -117,6 +127,17 @@ class KvServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_kv_pb2.PutResponse, _abc.Awaitable[_kv_pb2.PutResponse]]:
         """Takes sealed blocks. Parts of a block follow each other; the last says so. Idempotent: the same bytes again are
         fine, different bytes under one key are refused and counted.
+        """
+
+    @_abc_1.abstractmethod
+    def OpenShm(
+        self,
+        request_iterator: _MaybeAsyncIterator[_kv_pb2.KvServiceOpenShmRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_pb2.KvServiceOpenShmResponse], _abc.AsyncIterator[_kv_pb2.KvServiceOpenShmResponse]]:
+        """Opens a way for blocks through memory that caller and service share: the caller names a segment it made; the service answers that
+        it is mapped, then stores what frames in it announce, for as long as this stream is open. FAILED_PRECONDITION when the segment
+        cannot be reached (another host): the caller stays with Put.
         """
 
     @_abc_1.abstractmethod

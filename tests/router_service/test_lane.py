@@ -137,7 +137,7 @@ def test_a_page_that_is_used_again_during_its_copy_is_not_sent(
     engine = start(service.address, budget_blocks=1)
     reading, go = threading.Event(), threading.Event()
 
-    def read(page: int) -> bytes:
+    def read(page: int, place: object) -> bytes:
         if page == second:
             reading.set()
             go.wait(10)
@@ -171,7 +171,7 @@ def test_close_sends_what_is_queued(service: Process, client: KvClient, start: C
 def test_a_page_that_cannot_be_read_is_dropped(service: Process, client: KvClient, start: Callable[..., Engine]) -> None:
     engine = start(service.address)
     engine.admit(1, 2)
-    engine.lane._read_block = {}.__getitem__
+    engine.lane._read_block = lambda page, place: {}[page]
     engine.seal(1, 2)
     until(lambda: engine.status().blocks_dropped == 2)
     until(engine.all_pins_off)
