@@ -32,7 +32,7 @@ class Handover:
         most_block_bytes: int = 0,
     ) -> None:
         """`budget_bytes`: most bytes that wait, over all services, in blocks of `block_bytes` each. `read_block`, `transfer_s`:
-        see Lane. `shared_bytes`: most memory shared with each service of this host, for blocks of at most `most_block_bytes`."""
+        see Lane. `shared_bytes`: most memory shared with each service of this host, in blocks of at most `most_block_bytes`."""
         self._addresses = replicas.addresses
         room = max(1, budget_bytes // block_bytes // len(replicas.all))
         size = max(block_bytes, most_block_bytes)

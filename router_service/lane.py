@@ -53,8 +53,8 @@ class Lane:
         shared: tuple[int, int] = (0, 0),
     ) -> None:
         """`room`: most blocks that wait. `read_block(page, place)` gives the bytes of a sealed page, on any thread, in memory
-        from `place(size)`, if that gives any. `transfer_s`: deadline of a send. `shared`: how many blocks, of how many bytes, lie in
-        memory shared with a service of this host."""
+        from `place(size)`, if that gives any. `transfer_s`: deadline of a send. `shared`: how many blocks, of how many bytes,
+        lie in memory shared with a service of this host."""
         self._replica, self._client = replica, replica.connect()
         self._shared, self._share_at = shared, 0.0  # monotonic seconds
         self._read_block, self._exporter, self._transfer_s = read_block, exporter, transfer_s

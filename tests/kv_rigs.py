@@ -66,6 +66,10 @@ class Engine:
         )
         (self.lane,) = self.handover.lanes
 
+    def shares(self) -> bool:
+        """Whether blocks go through shared memory."""
+        return self.lane._client.shares
+
     def status(self) -> Any:
         (status,) = self.handover.status()
         return status
