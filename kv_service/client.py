@@ -27,6 +27,7 @@ from forefetch.v1 import kv_pb2_grpc as pb_grpc
 from kv_service.block_messages import Buffer, Message, wire_key, wire_origin
 from kv_service.keys import Geometry, Key, Origin, chain, child_key, next_key, root_key
 from kv_service.parts import Broken, put_messages, whole_blocks
+from kv_service.shared_frames import Pool
 from kv_service.sharing import Sharing
 from kv_service.store_sessions import SessionRecord, Verdict
 
@@ -37,6 +38,7 @@ __all__ = [
     "KvClient",
     "KvInfo",
     "Origin",
+    "Pool",
     "SessionAck",
     "SessionRecord",
     "SessionState",
@@ -130,15 +132,16 @@ class KvClient:
 
     # ---- blocks through shared memory ----
 
-    def share(self, slots: int, slot_bytes: int, timeout_s: float = CALL_S) -> None:
+    def share(self, slots: int, slot_bytes: int, timeout_s: float = CALL_S, pool: Pool | None = None) -> None:
         """From now on there is `room` for `slots` blocks, of at most `slot_bytes` each, where the service reads them. Raises
-        Mismatch where it cannot be (another host), Overloaded, Unavailable: blocks can be put all the same."""
+        Mismatch where it cannot be (another host), Overloaded, Unavailable: blocks can be put all the same. `pool`: memory of
+        this process in which the service may read blocks, if it can."""
 
         def open_shm(requests: Any) -> Any:
             return self._stub.OpenShm(requests, metadata=self._metadata())
 
         with _errors():
-            sharing = Sharing(open_shm, slots, slot_bytes, self._origin)
+            sharing = Sharing(open_shm, slots, slot_bytes, self._origin, pool)
             try:
                 sharing.open(timeout_s)
             except ForefetchError:
@@ -150,6 +153,19 @@ class KvClient:
     def shares(self) -> bool:
         """Whether blocks can go through shared memory now."""
         return self._sharing is not None and self._sharing.alive
+
+    @property
+    def lends(self) -> bool:
+        """Whether the service reads pages of the pool now: `put_pages` works."""
+        return self._sharing is not None and self._sharing.lends
+
+    def put_pages(
+        self, pages: Sequence[tuple[Key, int]], timeout_s: float = CALL_S, metadata: Metadata = ()
+    ) -> tuple[int, int]:
+        """`put` of blocks that are pages of the pool. Until it returns or raises nobody may write to them."""
+        if self._sharing is None or not self._sharing.lends:
+            raise Unavailable("the KV service does not read this pool")
+        return self._sharing.put_pages(pages, timeout_s, dict(metadata).get(TRACEPARENT, ""))
 
     def room(self, size: int) -> memoryview | None:
         """Memory for a block that is going to be put, where the service reads it; None: there is none left. It is free again

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from forefetch.errors import BadRequest
+from forefetch.errors import BadRequest, Cancelled
 from forefetch.v1 import kv_pb2 as pb
 from kv_service.block_messages import Buffer, Part
 from kv_service.keys import DIGEST_BYTES, Key, child_key
@@ -149,6 +149,18 @@ class Intake:
         for piece in cut(data):
             self._arriving.add(piece, shared=True)
         self._end(block.checksum)
+
+    def take_page(self, block: pb.SharedBlock, parts: Sequence[Buffer], whole: Callable[[], bool]) -> None:
+        """A block that lies in parts in its sender's pool. `whole()`, asked behind the copy: it was not written to
+        meanwhile. Raises Cancelled if it may have been."""
+        if block.size != sum(map(len, parts)):
+            raise BadRequest("blocks.size", "is not that of a page")
+        self._arriving = self._begin(block, "blocks")
+        for piece in cut(b"".join(parts)):
+            self._arriving.add(piece)
+        if not whole():
+            raise Cancelled("the caller has given the page up")
+        self._end(self._arriving.hash.digest())
 
     def _end(self, checksum: bytes) -> None:
         """All parts of the arriving block are here."""

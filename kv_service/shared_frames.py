@@ -1,19 +1,21 @@
 """How blocks lie in a segment that a caller shares with the service. Pure.
 
-    request area   u32 length and SharedPut, in FRAME bytes, then the blocks
+    request area   u32 length, u32 void and SharedPut, in FRAME bytes, then the blocks
     reply area     the frame's number, blocks stored, blocks refused
 
 Frames are numbered by the bells: the caller writes one, rings its number, and writes the next when the answer's bell says that
-number.
+number. `void` is 0 until the caller gives the segment up: pages of its pool that were read before that were read whole.
 """
 
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
 from forefetch.errors import BadRequest
+from forefetch.lending import Name
 from forefetch.v1 import kv_pb2 as pb
 from kv_service.block_messages import Buffer
 
@@ -22,8 +24,11 @@ FRAME = 64 << 10
 ALIGN = 64
 """Blocks begin on cache lines."""
 REPLY_BYTES = 16
+MOST_PARTS = 1 << 16
+"""Parts of a page: layers, K and V, heads."""
 _LENGTH, _REPLY = struct.Struct("<I"), struct.Struct("<III")
-MOST = FRAME - _LENGTH.size
+_VOID, _BEGIN = 4, 8
+MOST = FRAME - _BEGIN
 """Most bytes of a SharedPut."""
 
 
@@ -40,7 +45,7 @@ def slot_stride(slot_bytes: int) -> int:
 def write_frame(area: memoryview, frame: pb.SharedPut) -> None:
     """Puts a frame of at most MOST bytes into a request area."""
     message = frame.SerializeToString()
-    area[_LENGTH.size : _LENGTH.size + len(message)] = message
+    area[_BEGIN : _BEGIN + len(message)] = message
     _LENGTH.pack_into(area, 0, len(message))
 
 
@@ -50,7 +55,7 @@ def read_frame(area: memoryview) -> pb.SharedPut:
     if length > MOST:
         raise BadRequest("frame", f"must be at most {MOST} bytes, is {length}")
     try:
-        return pb.SharedPut.FromString(bytes(area[_LENGTH.size : _LENGTH.size + length]))
+        return pb.SharedPut.FromString(bytes(area[_BEGIN : _BEGIN + length]))
     except DecodeError:
         raise BadRequest("frame", "is not a SharedPut") from None
 
@@ -61,6 +66,56 @@ def block_in(area: memoryview, block: pb.SharedBlock) -> Buffer:
     if begin + block.size > len(area):
         raise BadRequest("blocks.offset", "the block does not lie within the segment")
     return area[begin : begin + block.size]
+
+
+def give_up(area: memoryview) -> None:
+    """Marks a segment void: pages that it announced may change from now on."""
+    area[_VOID] = 1
+
+
+def given_up(area: memoryview) -> bool:
+    """Whether it is marked."""
+    return area[_VOID] != 0
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Pages in a caller's memory, by name; see SharedPool."""
+
+    name: Name
+    parts: int
+    stride: int
+    part_bytes: int
+    pages: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.parts * self.part_bytes
+
+    def page_in(self, memory: memoryview, page: int) -> list[Buffer]:
+        """A page's parts where they lie. Raises BadRequest for a page that there is not."""
+        if page >= self.pages:
+            raise BadRequest("blocks.page", f"must be below {self.pages}, is {page}")
+        begins = range(page * self.part_bytes, self.parts * self.stride, self.stride)
+        return [memory[begin : begin + self.part_bytes] for begin in begins]
+
+    def fits(self, size: int) -> bool:
+        """Whether all pages lie within so many bytes."""
+        lies = self.part_bytes * self.pages <= self.stride and self.parts * self.stride <= size
+        return lies and 0 < self.parts <= MOST_PARTS and self.part_bytes > 0
+
+    def to_wire(self) -> pb.SharedPool:
+        """As a message."""
+        name = self.name
+        shape = {"parts": self.parts, "stride": self.stride, "part_bytes": self.part_bytes, "pages": self.pages}
+        return pb.SharedPool(pid=name.pid, file=name.file, nonce=name.nonce, **shape)
+
+    @classmethod
+    def of_wire(cls, pool: pb.SharedPool) -> Pool:
+        """The inverse."""
+        name = Name(pool.pid, pool.file, pool.nonce)
+        return cls(name, pool.parts, pool.stride, pool.part_bytes, pool.pages)
 
 
 def write_reply(area: memoryview, number: int, stored: int, refused: int) -> None:

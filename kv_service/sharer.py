@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from forefetch import shm
 from forefetch.errors import BadRequest, Mismatch, Overloaded
+from forefetch.lending import borrow
 from forefetch.telemetry import names
 from forefetch.telemetry.context import TRACEPARENT
 from forefetch.v1 import kv_pb2 as pb
 from kv_service import operators
 from kv_service.intake import Intake
-from kv_service.shared_frames import FRAME, REPLY_BYTES, block_in, read_frame, write_reply
+from kv_service.shared_frames import FRAME, REPLY_BYTES, Pool, block_in, given_up, read_frame, write_reply
 
 if TYPE_CHECKING:
     import grpc
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from forefetch.telemetry.spans import Exporter
     from kv_service.vault import Vault
 
+_log = logging.getLogger(__name__)
 SHARERS = 8
 """Callers that share memory at a time; each has a thread. Others use Put."""
 IDLE_S = 1.0
@@ -35,10 +38,35 @@ class Segment:
     def __init__(self, hello: pb.KvServiceOpenShmRequest) -> None:
         """Maps it. Mismatch: it cannot be reached, or is no segment for blocks."""
         self._memory = shm.Segment.open(hello.segment, hello.nonce)
-        self.blocks = self._memory.request
-        if len(self.blocks) < FRAME or len(self._memory.reply) < REPLY_BYTES:
+        if len(self._memory.request) < FRAME or len(self._memory.reply) < REPLY_BYTES:
             raise Mismatch("segment: has no room for a frame")
         self._left = threading.Event()
+        self._pool, self._pages = Pool.of_wire(hello.pool), memoryview(b"")
+        if hello.HasField("pool"):
+            self._borrow()
+
+    def _borrow(self) -> None:
+        try:
+            memory = borrow(self._pool.name)
+        except Mismatch as error:
+            _log.info("blocks are copied twice: %s", error)
+            return
+        if not self._pool.fits(len(memory)):
+            raise BadRequest("pool", "its pages do not lie within it")
+        self._pages = memory
+
+    @property
+    def lends(self) -> bool:
+        """Whether the caller's pool can be read."""
+        return len(self._pages) > 0
+
+    def take(self, block: pb.SharedBlock, intake: Intake) -> None:
+        """Gives a block to `intake`. Raises BadRequest, Cancelled."""
+        area = self._memory.request
+        if block.HasField("page"):
+            intake.take_page(block, self._pool.page_in(self._pages, block.page), lambda: not given_up(area))
+        else:
+            intake.take_shared(block, block_in(area, block))
 
     def leave(self) -> None:
         """Ends `serve`. Any thread."""
@@ -80,6 +108,7 @@ class Sharers:
             segment = Segment(hello)
             origin = operators.remember(self._vault, hello.origin) if hello.HasField("origin") else b""
             if context.add_callback(segment.leave):
+                answer.pool = segment.lends
                 yield answer
                 segment.serve(lambda frame: self._put(frame, segment, tag(), origin))
 
@@ -104,7 +133,7 @@ class Sharers:
             with vault.receiving(), Intake(vault, reserve, self._max_block_bytes) as intake:
                 intake.origin = origin
                 for block in frame.blocks:
-                    intake.take_shared(block, block_in(segment.blocks, block))
+                    segment.take(block, intake)
             return intake.stored, intake.refused
 
     @contextmanager

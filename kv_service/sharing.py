@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from forefetch.errors import DeadlineExceeded, Mismatch, Unavailable
 from forefetch.v1 import kv_pb2 as pb
 from kv_service.block_messages import Buffer, wire_key
 from kv_service.parts import checksum_of, cut
-from kv_service.shared_frames import FRAME, MOST, REPLY_BYTES, area_bytes, read_reply, slot_stride, write_frame
+from kv_service.shared_frames import FRAME, MOST, REPLY_BYTES, Pool, area_bytes, give_up, read_reply, slot_stride, write_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,9 +68,16 @@ class Slots:
 class Sharing:
     """A segment that a KV service has mapped. Thread-safe."""
 
-    def __init__(self, open_shm: Callable[..., Any], slots: int, slot_bytes: int, origin: pb.BlockOrigin | None) -> None:
-        """Makes the segment; `open` offers it. `open_shm`: the stub's method, with the caller's metadata. Mismatch: there is no
-        shared memory left."""
+    def __init__(
+        self,
+        open_shm: Callable[..., Any],
+        slots: int,
+        slot_bytes: int,
+        origin: pb.BlockOrigin | None = None,
+        pool: Pool | None = None,
+    ) -> None:
+        """Makes the segment; `open` offers it. `open_shm`: the stub's method, with the caller's metadata. `pool`: where blocks
+        lie that need not be copied. Mismatch: there is no shared memory left."""
         if reason := shm.unsupported():
             raise Mismatch(reason)
         shm.reclaim()
@@ -78,6 +85,9 @@ class Sharing:
         self._slots = Slots(self._segment.request[FRAME:], slots, slot_bytes)
         self._lock, self._number, self._down = threading.Lock(), 0, "it is not open yet"
         hello = pb.KvServiceOpenShmRequest(segment=self._segment.name, nonce=self._segment.nonce, origin=origin)
+        self._pool, self._lends = pool, False
+        if pool is not None:
+            hello.pool.CopyFrom(pool.to_wire())
         self._stream: Any = open_shm(iter((hello,)))
 
     def open(self, timeout_s: float) -> None:
@@ -85,7 +95,7 @@ class Sharing:
         late = threading.Timer(timeout_s, self._stream.cancel)  # a stream has no deadline for its start alone
         late.start()
         try:
-            next(self._stream)
+            self._lends = next(self._stream).pool
         except StopIteration:
             raise Unavailable("the KV service ended the stream") from None
         except grpc.RpcError as error:
@@ -97,6 +107,7 @@ class Sharing:
         self._stream.add_done_callback(self._ended)
 
     def _ended(self, _: object) -> None:
+        give_up(self._segment.request)  # before anybody learns of it
         self._down = self._down or "the KV service ended it"
         self._segment.reply_bell.nudge()
 
@@ -104,6 +115,11 @@ class Sharing:
     def alive(self) -> bool:
         """Whether the service still has the segment."""
         return not self._down
+
+    @property
+    def lends(self) -> bool:
+        """Whether the service reads blocks in the pool."""
+        return self._lends and self.alive
 
     def room(self, size: int) -> memoryview | None:
         """A place for a block that is to be put; None: there is none left, or none so large."""
@@ -116,6 +132,22 @@ class Sharing:
     def put(self, blocks: Sequence[tuple[Key, Buffer]], timeout_s: float, traceparent: str = "") -> tuple[int, int]:
         """Announces blocks that lie here, parents before children; (held now, refused). None at all: asks whether the service
         is there. Raises Unavailable, DeadlineExceeded, or what the service ended the stream with."""
+        return self._put(map(self._placed, blocks), timeout_s, traceparent)
+
+    def put_pages(self, blocks: Sequence[tuple[Key, int]], timeout_s: float, traceparent: str = "") -> tuple[int, int]:
+        """`put` of pages of the pool. Until it returns or raises nobody may write to them."""
+        assert self._pool is not None
+        size = self._pool.block_bytes
+        pages = (pb.SharedBlock(key=wire_key(key), size=size, page=page) for key, page in blocks)
+        return self._put(pages, timeout_s, traceparent)
+
+    def _placed(self, block: tuple[Key, Buffer]) -> pb.SharedBlock:
+        key, data = block
+        offset = self._slots.offset(data)
+        assert offset is not None
+        return pb.SharedBlock(key=wire_key(key), offset=offset, size=len(data), checksum=checksum_of(cut(data)))
+
+    def _put(self, blocks: Iterable[pb.SharedBlock], timeout_s: float, traceparent: str) -> tuple[int, int]:
         stored = refused = 0
         deadline = monotonic() + timeout_s
         with self._lock:
@@ -124,13 +156,11 @@ class Sharing:
                 stored, refused = stored + answer[0], refused + answer[1]
         return stored, refused
 
-    def _frames(self, blocks: Sequence[tuple[Key, Buffer]], traceparent: str) -> Iterator[pb.SharedPut]:
+    @staticmethod
+    def _frames(blocks: Iterable[pb.SharedBlock], traceparent: str) -> Iterator[pb.SharedPut]:
         frame = pb.SharedPut(traceparent=traceparent)
         size = empty = frame.ByteSize()
-        for key, data in blocks:
-            offset = self._slots.offset(data)
-            assert offset is not None
-            one = pb.SharedBlock(key=wire_key(key), offset=offset, size=len(data), checksum=checksum_of(cut(data)))
+        for one in blocks:
             more = one.ByteSize() + HEADROOM
             if frame.blocks and size + more > MOST:
                 yield frame
@@ -163,6 +193,7 @@ class Sharing:
 
     def close(self) -> None:
         """Takes the segment from the service. Views of it stay valid."""
+        give_up(self._segment.request)
         self._down = self._down or "it was closed"
         self._segment.unlink()
         self._stream.cancel()

@@ -76,7 +76,9 @@ def kv_cache(config: RouterConfig, spec: ModelSpec, sizes: Sizes, placement: Pla
     """Memory for K and V."""
     device = placement.device
     if placement.sealed is None:
-        return KvCache(spec, pages=sizes.pages, page_size=config.page_size, dtype=placement.kv_dtype, device=device)
+        lend = bool(config.kv and config.kv_shm_mb)
+        shape = {"pages": sizes.pages, "page_size": config.page_size}
+        return KvCache(spec, **shape, dtype=placement.kv_dtype, device=device, lend=lend)
     return SealedCache(
         spec,
         placement.sealed,
@@ -146,6 +148,7 @@ def kv(
         exporter=exporter,
         shared_bytes=config.kv_shm_mb * 2**20,
         most_block_bytes=cache.most_block_bytes,
+        pool=cache.pool,
     )
     cost = FetchCost(cache.block_bytes, config.page_size, config.kv_fetch_s, rows_bytes)
     tail_start = partial(cache.tail_start, loaded=0)

@@ -7,6 +7,8 @@ the unit that is handed to the KV service.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,11 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from forefetch.errors import Mismatch
 from forefetch.kernels import attention
 from forefetch.kernels.qkv import HeadNorms, enter
+from forefetch.lending import Lent
 from forefetch.spec import ModelSpec
+from kv_service.client import Pool
 from router_service.batch import StepBatch
 
+_log = logging.getLogger(__name__)
 Place = Callable[[int], memoryview | None]
 """Gives memory for so many bytes, if it has any."""
 
@@ -27,14 +33,38 @@ def no_place(size: int) -> None:
     """Has none."""
 
 
+def _lent(shape: tuple[int, ...], dtype: torch.dtype) -> Lent | None:
+    try:
+        return Lent(math.prod(shape) * dtype.itemsize)
+    except Mismatch as error:
+        _log.info("blocks are copied for the KV service: %s", error)
+        return None
+
+
+def _pools(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, lent: Lent | None
+) -> tuple[torch.Tensor, Pool | None]:
+    """Zeros [layers, K V, Hkv, pages, page, D], and where others find them, if they do."""
+    if lent is None:
+        return torch.zeros(shape, dtype=dtype, device=device), None
+    part = math.prod(shape[4:]) * dtype.itemsize
+    pool = Pool(lent.name, math.prod(shape[:3]), shape[3] * part, part, shape[3])
+    return torch.frombuffer(lent.memory, dtype=dtype).view(shape), pool
+
+
 class KvCache:
     """`pages` pages of `page_size` tokens in `dtype` on `device`."""
 
-    def __init__(self, spec: ModelSpec, *, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, pages: int, page_size: int, dtype: torch.dtype, device: torch.device, lend: bool = False
+    ) -> None:
+        """`lend`: other processes of this user may read the pages, on a CPU."""
         self.page_size = page_size
         self.dtype = dtype
         shape = (spec.kv_heads, pages, page_size, spec.head_dim)
-        self.pools = torch.zeros((spec.layers, 2, *shape), dtype=dtype, device=device)  # one, so that one call copies a block
+        # One tensor, so that one call copies a block.
+        self._lent = _lent((spec.layers, 2, *shape), dtype) if lend and device.type == "cpu" else None
+        self.pools, self.pool = _pools((spec.layers, 2, *shape), dtype, device, self._lent)
         self.k, self.v = list(self.pools[:, 0].unbind()), list(self.pools[:, 1].unbind())
         self.block_bytes = self.most_block_bytes = self.page_bytes(spec, page_size, dtype)
         self._limit = torch.finfo(dtype).max

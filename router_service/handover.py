@@ -14,6 +14,7 @@ from router_service.segments import owner, segment_of
 
 if TYPE_CHECKING:
     from forefetch.telemetry.spans import Exporter
+    from kv_service.client import Pool
 
 
 class Handover:
@@ -30,15 +31,25 @@ class Handover:
         transfer_s: float = TRANSFER_S,
         shared_bytes: int = 0,
         most_block_bytes: int = 0,
+        pool: Pool | None = None,
     ) -> None:
-        """`budget_bytes`: most bytes that wait, over all services, in blocks of `block_bytes` each. `read_block`, `transfer_s`:
-        see Lane. `shared_bytes`: most memory shared with each service of this host, in blocks of at most `most_block_bytes`."""
+        """`budget_bytes`: most bytes that wait, over all services, in blocks of `block_bytes` each. `read_block`, `transfer_s`,
+        `pool`: see Lane. `shared_bytes`: most memory shared with each service of this host, in blocks of at most
+        `most_block_bytes`."""
         self._addresses = replicas.addresses
         room = max(1, budget_bytes // block_bytes // len(replicas.all))
         size = max(block_bytes, most_block_bytes)
         shared = min(room, shared_bytes // size), size
         self.lanes = [
-            Lane(replica, room=room, read_block=read_block, exporter=exporter, transfer_s=transfer_s, shared=shared)
+            Lane(
+                replica,
+                room=room,
+                read_block=read_block,
+                exporter=exporter,
+                transfer_s=transfer_s,
+                shared=shared,
+                pool=pool,
+            )
             for replica in replicas.all
         ]
         self._segments: dict[int, list[Lane]] = {}  # of each request, who takes its segments

@@ -20,17 +20,20 @@ from forefetch.priority import give_way
 from forefetch.telemetry import names
 from forefetch.telemetry.context import SpanContext, to_metadata
 from forefetch.v1 import router_pb2
-from kv_service.client import CALL_S, TRANSFER_S, Buffer, Key, KvInfo
-from router_service.outbox import Block, Outbox
+from kv_service.client import CALL_S, TRANSFER_S, Buffer, Key, KvInfo, Metadata
+from router_service.outbox import BATCH_BYTES, Block, Outbox
 from router_service.replicas import Replica
 
 if TYPE_CHECKING:
     from forefetch.telemetry.spans import Exporter
+    from kv_service.client import Pool
 
 _log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 """How often it is asked whether the service is still the same instance."""
 BACKOFF_S = (0.1, 2.0)
+LEND_S = 2.0
+"""How long a service may read pages where they are, and hold their pins."""
 SHARE_AGAIN_S = 30.0
 """How long a service that cannot share memory is not asked again."""
 ATTEMPTS = 4
@@ -51,12 +54,14 @@ class Lane:
         exporter: Exporter | None = None,
         transfer_s: float = TRANSFER_S,
         shared: tuple[int, int] = (0, 0),
+        pool: Pool | None = None,
     ) -> None:
         """`room`: most blocks that wait. `read_block(page, place)` gives the bytes of a sealed page, on any thread, in memory
         from `place(size)`, if that gives any. `transfer_s`: deadline of a send. `shared`: how many blocks, of how many bytes,
-        lie in memory shared with a service of this host."""
+        lie in memory shared with a service of this host. `pool`: where the pages are, if others may read them."""
         self._replica, self._client = replica, replica.connect()
-        self._shared, self._share_at = shared, 0.0  # monotonic seconds
+        self._shared, self._share_at, self._pool = shared, 0.0, pool  # monotonic seconds
+        self._lending = False  # pages are read where they are, so that none is to be copied
         self._read_block, self._exporter, self._transfer_s = read_block, exporter, transfer_s
         self._call_s = min(CALL_S, transfer_s)
         self._outbox = Outbox(room)
@@ -83,7 +88,7 @@ class Lane:
             if self._closing:
                 return False
             queued = self._outbox.offer(chain, key, page, trace)
-            self._offered.notify()
+            (self._changed if self._lending else self._offered).notify()
         return queued
 
     def adopt(self, chain: Hashable, key: Key, page: int) -> None:
@@ -139,7 +144,7 @@ class Lane:
         give_way()
         while True:
             with self._changed:
-                while not (self._closing or self._outbox.copyable):
+                while not (self._may_copy() or (self._closing and not self._lending)):
                     if self._outbox.ready:
                         self._changed.notify()
                     self._offered.wait()
@@ -152,6 +157,9 @@ class Lane:
                 del data  # the place is the block's alone
                 if self._outbox.ready or not self._outbox.used:
                     self._changed.notify()  # else when all that was sealed together is copied
+
+    def _may_copy(self) -> bool:
+        return self._outbox.copyable and not (self._lending and self._outbox.lendable)
 
     def _bytes_of(self, block: Block) -> Buffer:
         try:
@@ -169,6 +177,7 @@ class Lane:
         while going:
             try:
                 self._greet()
+                self._lend()
                 if self._outbox.ready:
                     self._send()
                 backoff, going = BACKOFF_S[0], self._wait()
@@ -178,12 +187,15 @@ class Lane:
                 with self._changed:
                     going = not self._changed.wait_for(lambda: self._closing, backoff)
                 backoff = min(2 * backoff, BACKOFF_S[1])
+        self._may_lend(False)
 
     def _wait(self) -> bool:
         """Until there is something to send, or for a heartbeat; False when it is time to end."""
         outbox = self._outbox
         with self._changed:
-            self._changed.wait_for(lambda: outbox.ready or (self._closing and not outbox.used), HEARTBEAT_S)
+            self._changed.wait_for(
+                lambda: outbox.ready or (self._lending and outbox.lendable) or (self._closing and not outbox.used), HEARTBEAT_S
+            )
             return not self._closing or outbox.used > 0
 
     def _greet(self) -> None:
@@ -209,12 +221,41 @@ class Lane:
             return
         self._share_at = monotonic() + SHARE_AGAIN_S
         try:
-            self._client.share(slots, size, self._call_s)
+            self._client.share(slots, size, self._call_s, self._pool)
         except ForefetchError as error:
             _log.info("blocks go to KV service %s over gRPC: %s", self._replica.address, error)
 
+    def _lend(self) -> None:
+        """Has the service read pages, if it can, until none waits. Raises when it fails; then they are copied."""
+        while self._may_lend(self._client.lends):
+            with self._changed:
+                blocks = self._outbox.lend(max(1, BATCH_BYTES // max(self._shared[1], 1)))
+            try:
+                stored = self._calling(blocks, self._put_pages)
+            except ForefetchError:
+                with self._changed:
+                    self._outbox.not_read(blocks)
+                self._may_lend(False)
+                raise
+            with self._changed:
+                self._outbox.finish(blocks, stored)
+                self._offered.notify()
+
+    def _put_pages(self, blocks: Sequence[Block], metadata: Metadata) -> int:
+        pages = [(block.key, block.page) for block in blocks]
+        return self._client.put_pages(pages, min(LEND_S, self._transfer_s), metadata)[0]
+
+    def _may_lend(self, lends: bool) -> bool:
+        """Whether there is a page to lend. What waits otherwise is to be copied."""
+        with self._changed:
+            if self._lending != lends:
+                self._lending = lends
+                self._offered.notify()
+            return lends and self._outbox.lendable
+
     def _send(self) -> None:
         """Sends one batch. Raises, with the batch back in the outbox, when it is worth another try."""
+        self._may_lend(False)  # this may take long
         with self._changed:
             blocks = self._outbox.batch()
         stored = 0
@@ -239,11 +280,16 @@ class Lane:
             missing += run[self._held(run) :]
         if not missing:
             return len(blocks)
-        trace = next((block.trace for block in missing if block.trace and block.trace.sampled), None)
+        return len(blocks) - len(missing) + self._calling(missing, self._put_bytes)
+
+    def _put_bytes(self, blocks: Sequence[Block], metadata: Metadata) -> int:
+        return self._client.put(((block.key, block.data) for block in blocks), self._transfer_s, metadata)[0]
+
+    def _calling(self, blocks: Sequence[Block], call: Callable[[Sequence[Block], Metadata], int]) -> int:
+        """A call that belongs to the first sampled request of these blocks."""
+        trace = next((block.trace for block in blocks if block.trace and block.trace.sampled), None)
         with self._exporter.client_span(names.KV_PUT, trace) if self._exporter and trace else nullcontext(trace) as span:
-            pairs = ((block.key, block.data) for block in missing)
-            _, refused = self._client.put(pairs, self._transfer_s, to_metadata(span))
-        return len(blocks) - refused
+            return call(blocks, to_metadata(span))
 
     def _held(self, run: Sequence[Block]) -> int:
         """How many of these the service holds. It is not asked again behind a block that it did not hold, because prefixes lose

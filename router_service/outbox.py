@@ -69,6 +69,11 @@ class Outbox:
         return not (self._copying or self.copyable) or sum(len(block.data) for block in self._ready) >= BATCH_BYTES
 
     @property
+    def lendable(self) -> bool:
+        """Whether `lend` would give a block."""
+        return bool(self._todo)
+
+    @property
     def copyable(self) -> bool:
         """Whether `take` would give a block."""
         return bool(self._todo) or (bool(self._behind) and self.used < self._room)
@@ -109,6 +114,14 @@ class Outbox:
         if chain.queued == len(chain.blocks):
             del self._behind[name]
         return block
+
+    def lend(self, most: int) -> list[Block]:
+        """Blocks to be read where they lie, pinned: at most so many. They end in `finish` or `not_read`."""
+        return [self._todo.popleft() for _ in range(min(most, len(self._todo)))]
+
+    def not_read(self, blocks: Sequence[Block]) -> None:
+        """To be copied after all."""
+        self._todo.extendleft(reversed(blocks))
 
     def _queued(self, block: Block, pinned: bool) -> Block:
         block.pinned = pinned
@@ -156,6 +169,7 @@ class Outbox:
         self.dropped += len(blocks) - stored
         for block in blocks:
             block.data = b""
+            self._unpin(block)
 
     def restart(self) -> None:
         """The service lost everything: all blocks of live requests go again, in order."""

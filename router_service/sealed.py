@@ -30,6 +30,7 @@ from forefetch.kernels.attention.sealed import SealedKv, SealedPlan
 from forefetch.kernels.attention.sealed_plan import Placed, place_sealed
 from forefetch.kernels.kv_codec import KvFormat, move_tails, seal_tails
 from forefetch.spec import ModelSpec
+from kv_service.client import Pool
 from router_service.batch import PrefillRows, StepBatch
 from router_service.cache import KvCache, Place, no_place
 from router_service.pages import SCRATCH
@@ -66,6 +67,7 @@ class SealedCache:
         self.tails, self.sinks = self._tails[:, :, :, : lanes + 1], self._sinks[:, :, :, : lanes + 1]
         self.rows = self._tails[:, :, :, lanes + 1 :].flatten(3, 4)
         self.block_bytes = self.page_bytes(spec, format, exempt)
+        self.pool: Pool | None = None
         self.most_block_bytes = self.block_bytes + self.sinks[:, :, :, 0].nbytes
         self._void: Tensor | None = None
         self._nothing = torch.tensor([lanes, SCRATCH, 0], dtype=torch.int32, device=device)

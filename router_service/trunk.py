@@ -20,6 +20,7 @@ from forefetch.kernels.qkv import HeadNorms, rotate
 from forefetch.spec import ModelSpec
 from forefetch.telemetry.ring import StepStamps
 from forefetch.weights import Checkpoint
+from kv_service.client import Pool
 from router_service.batch import StepBatch
 from router_service.cache import Place, no_place
 from router_service.layers import Layer, Loader, head_logits, project
@@ -58,6 +59,7 @@ class Cache(Protocol):
     page_size: int
     block_bytes: int
     most_block_bytes: int
+    pool: Pool | None  # where other processes of this user find the blocks, if they do
     dtype: torch.dtype
 
     def step(self, batch: StepBatch, dtype: torch.dtype, scale: float) -> Attention:

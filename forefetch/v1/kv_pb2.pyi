@@ -41,32 +41,56 @@ class KvServiceDescribeResponse(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., max_block_bytes: _Optional[int] = ..., version: _Optional[str] = ..., shm_domain: _Optional[str] = ...) -> None: ...
 
 class KvServiceOpenShmRequest(_message.Message):
-    __slots__ = ("segment", "nonce", "origin")
+    __slots__ = ("segment", "nonce", "origin", "pool")
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     segment: str
     nonce: bytes
     origin: BlockOrigin
-    def __init__(self, segment: _Optional[str] = ..., nonce: _Optional[bytes] = ..., origin: _Optional[_Union[BlockOrigin, _Mapping]] = ...) -> None: ...
+    pool: SharedPool
+    def __init__(self, segment: _Optional[str] = ..., nonce: _Optional[bytes] = ..., origin: _Optional[_Union[BlockOrigin, _Mapping]] = ..., pool: _Optional[_Union[SharedPool, _Mapping]] = ...) -> None: ...
+
+class SharedPool(_message.Message):
+    __slots__ = ("pid", "file", "nonce", "parts", "stride", "part_bytes", "pages")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    PART_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    file: int
+    nonce: bytes
+    parts: int
+    stride: int
+    part_bytes: int
+    pages: int
+    def __init__(self, pid: _Optional[int] = ..., file: _Optional[int] = ..., nonce: _Optional[bytes] = ..., parts: _Optional[int] = ..., stride: _Optional[int] = ..., part_bytes: _Optional[int] = ..., pages: _Optional[int] = ...) -> None: ...
 
 class KvServiceOpenShmResponse(_message.Message):
-    __slots__ = ("instance_id",)
+    __slots__ = ("instance_id", "pool")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
-    def __init__(self, instance_id: _Optional[str] = ...) -> None: ...
+    pool: bool
+    def __init__(self, instance_id: _Optional[str] = ..., pool: bool = ...) -> None: ...
 
 class SharedBlock(_message.Message):
-    __slots__ = ("key", "offset", "size", "checksum")
+    __slots__ = ("key", "offset", "size", "checksum", "page")
     KEY_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIELD_NUMBER: _ClassVar[int]
     key: BlockKey
     offset: int
     size: int
     checksum: bytes
-    def __init__(self, key: _Optional[_Union[BlockKey, _Mapping]] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., checksum: _Optional[bytes] = ...) -> None: ...
+    page: int
+    def __init__(self, key: _Optional[_Union[BlockKey, _Mapping]] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., checksum: _Optional[bytes] = ..., page: _Optional[int] = ...) -> None: ...
 
 class SharedPut(_message.Message):
     __slots__ = ("blocks", "traceparent")
