@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from kv_service.client import Buffer, Geometry, Key, chain, next_key, root_key
+from forefetch.lending import Lent
+from kv_service.client import Buffer, Geometry, Key, Pool, chain, next_key, root_key
 from router_service.admission import Admitted, SamplingParams
 from router_service.cache import Place, no_place
 from router_service.cost import FetchCost
@@ -43,9 +44,16 @@ class Engine:
     """What the engine does with pages and blocks, without a model: a page's bytes are a function of the tokens in it."""
 
     def __init__(
-        self, address: str, *, budget_blocks: int = 100, pages: int = 64, transfer_s: float = 5.0, shared: int = 0
+        self,
+        address: str,
+        *,
+        budget_blocks: int = 100,
+        pages: int = 64,
+        transfer_s: float = 5.0,
+        shared: int = 0,
+        lend: bool = False,
     ) -> None:
-        """`shared`: blocks of room in memory shared with the service."""
+        """`shared`: blocks of room in memory shared with the service. `lend`: it reads pages where they are."""
         # A root of its own, so that tests can share a service.
         self.root = root_key(os.urandom(8), "model", Geometry(2, 2, 8), "rope", "float32", "", 2)
         self.pool = PagePool(pages)
@@ -55,6 +63,7 @@ class Engine:
         self.named: defaultdict[int, list[Any]] = defaultdict(list)
         self.gate = threading.Event()
         self.gate.set()
+        self.lent = Lent(pages * SMALL_BLOCK) if lend else None
         self.replicas = Replicas([address])
         self.handover = Handover(
             self.replicas,
@@ -63,12 +72,19 @@ class Engine:
             read_block=self.read,
             transfer_s=transfer_s,
             shared_bytes=shared * SMALL_BLOCK,
+            pool=Pool(self.lent.name, 2, pages * SMALL_BLOCK // 2, SMALL_BLOCK // 2, pages) if self.lent else None,
         )
         (self.lane,) = self.handover.lanes
+        put = self.lane._put_pages
+        self.lane._put_pages = lambda *how: put(*how) if self.gate.wait(10) else 0  # type: ignore[method-assign]
 
     def shares(self) -> bool:
         """Whether blocks go through shared memory."""
         return self.lane._client.shares
+
+    def lends(self) -> bool:
+        """Whether pages are read where they are."""
+        return self.lane._client.lends
 
     def status(self) -> Any:
         (status,) = self.handover.status()
@@ -101,7 +117,7 @@ class Engine:
         for _ in range(count):
             block = self.sealed[request]
             page = self.requests[request][block]
-            self.memory[page] = block_of(self.tokens(request, block))
+            self.fill(page, block_of(self.tokens(request, block)))
             self.sealed[request] += 1
             self.pool.pin(page)
             self.named[request].append(next_key(self.root, (self.named[request] or [None])[-1], self.tokens(request, block)))
@@ -110,6 +126,14 @@ class Engine:
             if not accepted[-1]:
                 self.pool.unpin(page)
         return accepted
+
+    def fill(self, page: int, data: bytes) -> None:
+        """What a page holds from now on."""
+        self.memory[page] = data
+        if self.lent is not None:
+            half, pages = SMALL_BLOCK // 2, len(self.lent.memory) // SMALL_BLOCK
+            for part, begin in enumerate((page * half, (pages + page) * half)):
+                self.lent.memory[begin : begin + half] = data[part * half : (part + 1) * half]
 
     def end(self, request: int) -> None:
         self.pool.release(self.requests.pop(request))

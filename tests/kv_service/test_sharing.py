@@ -7,16 +7,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from forefetch import shm
-from forefetch.errors import BadRequest, DeadlineExceeded, Mismatch, Overloaded, Unavailable
+from forefetch.errors import BadRequest, Cancelled, DeadlineExceeded, Mismatch, Overloaded, Unavailable
+from forefetch.lending import Lent
 from forefetch.process import Process
 from forefetch.settings import child_environment
 from kv_service import sharer, sharing
-from kv_service.client import Key, KvClient, chain
+from kv_service.client import Key, KvClient, Pool, chain
 from kv_service.shared_frames import FRAME
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ def test_a_frame_that_is_none_ends_the_sharing_and_nothing_else(
     def wrong(area: memoryview, frame: object) -> None:
         message = frame.SerializeToString()  # type: ignore[attr-defined]
         message = b"\xff" * 20 if fault == "message" else message
-        area[4 : 4 + len(message)] = message
+        area[8 : 8 + len(message)] = message
         area[:4] = (FRAME if fault == "length" else len(message)).to_bytes(4, "little")
 
     monkeypatch.setattr(sharing, "write_frame", wrong)
@@ -146,6 +148,80 @@ def test_a_segment_that_cannot_be_made_or_reached(kv: Kv, monkeypatch: pytest.Mo
         client.share(1, 100)
     assert client.put([(kv.keys(1)[0], b"data")]) == (1, 0)
     client.close()
+
+
+# Pages of the caller's pool
+
+PARTS, PART, PAGES = 3, 70_000, 5
+
+
+@dataclass
+class Lender:
+    """A caller whose pool the service reads."""
+
+    client: KvClient
+    lent: Lent
+    pool: Pool
+
+    def fill(self, page: int, data: bytes) -> None:
+        for part in range(PARTS):
+            begin = part * self.pool.stride + page * PART
+            self.lent.memory[begin : begin + PART] = data[part * PART : (part + 1) * PART]
+
+
+@pytest.fixture
+def lender(kv: Kv) -> Iterator[Lender]:
+    lent = Lent(PARTS * PART * PAGES)
+    lender = Lender(KvClient(kv.address), lent, Pool(lent.name, PARTS, PART * PAGES, PART, PAGES))
+    lender.client.share(1, 1000, pool=lender.pool)
+    yield lender
+    lender.client.close()
+
+
+def test_pages_are_read_where_they_are(kv: Kv, lender: Lender) -> None:
+    keys = kv.keys(1, 2, 3)
+    blocks = [kv.block(key, PARTS * PART) for key in keys]
+    for page, block in enumerate(blocks):
+        lender.fill(4 - page, block)
+    assert lender.client.lends
+    assert lender.client.put_pages([(key, 4 - page) for page, key in enumerate(keys)]) == (3, 0)
+    lender.fill(4, bytes(PARTS * PART))
+    assert kv.client.get(keys) == blocks
+    assert lender.client.put_pages([(keys[1], 3), (keys[2], 3)]) == (1, 1)  # the same bytes, and others
+    assert (kv.client.stats().shared_blocks, kv.client.stats().duplicates, kv.client.stats().conflicts) == (5, 1, 1)
+
+
+def test_pages_that_were_given_up_while_they_were_read_are_not_kept(
+    kv: Kv, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, (key,) = sharing.write_frame, kv.keys(1)
+
+    def leaving(area: memoryview, frame: object) -> None:
+        write(area, frame)  # type: ignore[arg-type]
+        sharing.give_up(area)
+
+    monkeypatch.setattr(sharing, "write_frame", leaving)
+    with pytest.raises((Cancelled, Unavailable)):
+        lender.client.put_pages([(key, 1)])
+    assert not lender.client.lends
+    assert kv.client.look_up([key]) == 0
+    assert kv.client.stats().broken == 1
+
+
+def test_a_page_that_there_is_not(kv: Kv, lender: Lender) -> None:
+    with pytest.raises(BadRequest, match="blocks.page"):
+        lender.client.put_pages([(kv.keys(1)[0], PAGES)])
+    with pytest.raises(Unavailable):
+        lender.client.put_pages([(kv.keys(1)[0], 1)])
+
+
+def test_a_pool_that_cannot_be_read(kv: Kv, lender: Lender) -> None:
+    other = KvClient(kv.address)
+    other.share(1, 1000, pool=replace(lender.pool, name=replace(lender.pool.name, nonce=bytes(16))))
+    assert (other.shares, other.lends) == (True, False)
+    with pytest.raises(BadRequest, match="pool"):
+        other.share(1, 1000, pool=replace(lender.pool, pages=PAGES + 1))
+    other.close()
 
 
 # Processes that end

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forefetch.lending import borrow
 from forefetch.spec import ModelSpec
 from router_service.cache import KvCache
 
@@ -21,6 +22,20 @@ def cache(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> 
     for pool in (*made.k, *made.v):
         pool.copy_(torch.randn(pool.shape))
     return made
+
+
+def test_lent_pages_are_what_read_block_gives(checkpoint: Callable[[str], Path]) -> None:
+    spec = ModelSpec.load(checkpoint("qwen3"))
+    cache = KvCache(spec, pages=PAGES, page_size=PAGE, dtype=torch.float16, device=torch.device("cpu"), lend=True)
+    assert cache.pool is not None
+    memory = borrow(cache.pool.name)
+    assert cache.pool.fits(len(memory))
+    assert not any(memory)
+    cache.pools.copy_(torch.randn(cache.pools.shape))
+    for page in range(PAGES):
+        assert b"".join(cache.pool.page_in(memory, page)) == cache.read_block(page)
+        place = memoryview(bytearray(cache.block_bytes))
+        assert cache.read_block(page, lambda size, place=place: place[:size]) == cache.read_block(page)  # type: ignore[misc]
 
 
 def test_a_block_written_to_another_page_is_the_same_and_nothing_else_changes(cache: KvCache) -> None:

@@ -14,6 +14,7 @@ from kv_rigs import Engine, block_of, until
 from forefetch.process import Process
 from forefetch.settings import child_environment
 from kv_service.client import KvClient, chain
+from router_service import lane
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +33,12 @@ def client(service: Process) -> Iterator[KvClient]:
     client.close()
 
 
-@pytest.fixture(params=["grpc", "shm"])
+@pytest.fixture(params=["grpc", "shm", "lent"])
 def start(start: Callable[..., Engine], request: pytest.FixtureRequest) -> Callable[..., Engine]:
-    """Over gRPC, or through memory shared with the service, as far as it goes: four blocks."""
+    """Over gRPC; through memory shared with the service, as far as it goes, which is four blocks; or out of the pool itself."""
 
     def shared(address: str, **how: Any) -> Engine:
-        engine = start(address, shared=4, **how)
+        engine = start(address, shared=4, lend=request.param == "lent", **how)
         with suppress(AssertionError):  # a service that does not answer
             until(engine.shares, 0.5)
         return engine
@@ -170,7 +171,7 @@ def test_a_page_that_is_used_again_during_its_copy_is_not_sent(
     engine.gate.set()
     assert reading.wait(5)
     engine.end(1)
-    engine.memory[second] = b"something else"
+    engine.fill(second, bytes(1000))
     go.set()
     until(lambda: engine.status().blocks_waiting == 0)
     assert (engine.status().blocks_sent, engine.status().blocks_dropped) == (1, 1)
@@ -188,9 +189,36 @@ def test_close_sends_what_is_queued(service: Process, client: KvClient, start: C
 
 def test_a_page_that_cannot_be_read_is_dropped(service: Process, client: KvClient, start: Callable[..., Engine]) -> None:
     engine = start(service.address)
+    if engine.lends():
+        pytest.skip("nobody reads it")
     engine.admit(1, 2)
     engine.lane._read_block = lambda page, place: {}[page]
     engine.seal(1, 2)
     until(lambda: engine.status().blocks_dropped == 2)
     until(engine.all_pins_off)
     assert client.look_up(engine.keys(1)) == 0
+
+
+def test_a_service_that_stops_over_lent_pages_keeps_neither_them_nor_their_new_bytes(
+    service: Process, client: KvClient, start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "LEND_S", 0.3)
+    engine = start(service.address)
+    if not engine.lends():
+        pytest.skip("nothing is lent")
+    broken = client.stats().broken
+    engine.admit(1, 3)
+    service.signal(signal.SIGSTOP)
+    try:
+        assert engine.seal(1, 3) == [True] * 3
+        keys, blocks = engine.keys(1), engine.blocks(1)
+        pages = engine.requests[1]
+        until(engine.all_pins_off)  # the pages are copied, since nobody answers
+        engine.end(1)
+        for page in pages:  # and belong to others now
+            engine.fill(page, bytes(1000))
+    finally:
+        service.signal(signal.SIGCONT)
+    until(lambda: engine.status().blocks_sent == 3)
+    assert client.get(keys) == blocks
+    assert client.stats().broken == broken + 1  # of the frame, the block that was being copied
