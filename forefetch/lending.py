@@ -15,7 +15,7 @@ import stat
 import struct
 import sys
 import weakref
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from forefetch.errors import Mismatch
 
@@ -25,8 +25,7 @@ _HEAD = struct.Struct("<Q16s")
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 
 
-@dataclass(frozen=True)
-class Name:
+class Name(NamedTuple):
     """Where a process finds another's memory: process, descriptor, and the random bytes that must be there."""
 
     pid: int

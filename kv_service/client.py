@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -24,6 +23,7 @@ from forefetch.errors import (
 from forefetch.telemetry.context import TRACEPARENT
 from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
+from kv_service.answers import KvInfo, SessionAck, SessionState
 from kv_service.block_messages import Buffer, Message, wire_key, wire_origin
 from kv_service.keys import Geometry, Key, Origin, chain, child_key, next_key, root_key
 from kv_service.parts import Broken, put_messages, whole_blocks
@@ -57,40 +57,6 @@ TRANSFER_S = 30.0
 PUT, GET = "/forefetch.v1.KvService/Put", "/forefetch.v1.KvService/Get"
 
 Metadata = Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class KvInfo:
-    """What a KV service says of itself. `instance_id` changes with every start of the process; `shm_domain` is the caller's own
-    where both can map the same memory."""
-
-    instance_id: str
-    budget_bytes: int
-    max_block_bytes: int
-    version: str
-    shm_domain: str = ""
-
-
-@dataclass(frozen=True)
-class SessionAck:
-    """What became of a record, and the session as it is now: its epoch, tokens and sealed blocks."""
-
-    verdict: Verdict
-    epoch: int
-    tokens: int
-    blocks: int
-
-
-@dataclass(frozen=True)
-class SessionState:
-    """A session: every record so far added up. `epoch` is the caller's when it claimed the session."""
-
-    epoch: int
-    token_ids: tuple[int, ...]
-    block_digests: tuple[bytes, ...]
-    state: bytes
-    tail: bytes
-    tail_position: int
 
 
 class KvClient:

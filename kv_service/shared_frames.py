@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from forefetch.errors import BadRequest
-from forefetch.lending import Name
 from forefetch.v1 import kv_pb2 as pb
 from kv_service.block_messages import Buffer
 
@@ -80,9 +79,9 @@ def given_up(area: memoryview) -> bool:
 
 @dataclass(frozen=True)
 class Pool:
-    """Pages in a caller's memory, by name; see SharedPool."""
+    """Pages in a caller's memory; see SharedPool. `name`: as `forefetch/lending.py` has it."""
 
-    name: Name
+    name: tuple[int, int, bytes]
     parts: int
     stride: int
     part_bytes: int
@@ -107,15 +106,14 @@ class Pool:
 
     def to_wire(self) -> pb.SharedPool:
         """As a message."""
-        name = self.name
+        pid, file, nonce = self.name
         shape = {"parts": self.parts, "stride": self.stride, "part_bytes": self.part_bytes, "pages": self.pages}
-        return pb.SharedPool(pid=name.pid, file=name.file, nonce=name.nonce, **shape)
+        return pb.SharedPool(pid=pid, file=file, nonce=nonce, **shape)
 
     @classmethod
     def of_wire(cls, pool: pb.SharedPool) -> Pool:
         """The inverse."""
-        name = Name(pool.pid, pool.file, pool.nonce)
-        return cls(name, pool.parts, pool.stride, pool.part_bytes, pool.pages)
+        return cls((pool.pid, pool.file, pool.nonce), pool.parts, pool.stride, pool.part_bytes, pool.pages)
 
 
 def write_reply(area: memoryview, number: int, stored: int, refused: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from forefetch import shm
 from forefetch.errors import BadRequest, Mismatch, Overloaded
-from forefetch.lending import borrow
+from forefetch.lending import Name, borrow
 from forefetch.telemetry import names
 from forefetch.telemetry.context import TRACEPARENT
 from forefetch.v1 import kv_pb2 as pb
@@ -47,7 +47,7 @@ class Segment:
 
     def _borrow(self) -> None:
         try:
-            memory = borrow(self._pool.name)
+            memory = borrow(Name(*self._pool.name))
         except Mismatch as error:
             _log.info("blocks are copied twice: %s", error)
             return

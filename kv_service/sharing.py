@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,13 @@ if TYPE_CHECKING:
 
     from kv_service.keys import Key
 
-HEADROOM = 16
-"""What a block in a frame takes beside itself, bytes."""
+    Placed = Sequence[tuple[Key, dict[str, Any]]]  # blocks, and the fields of SharedBlock that say where they lie
+
+HEADROOM = 256
+"""What a block in a frame takes beside its token ids, bytes at most."""
+
+TOKEN_BYTES = 5
+"""Most bytes of a token id in a message."""
 
 
 class Slots:
@@ -132,22 +137,20 @@ class Sharing:
     def put(self, blocks: Sequence[tuple[Key, Buffer]], timeout_s: float, traceparent: str = "") -> tuple[int, int]:
         """Announces blocks that lie here, parents before children; (held now, refused). None at all: asks whether the service
         is there. Raises Unavailable, DeadlineExceeded, or what the service ended the stream with."""
-        return self._put(map(self._placed, blocks), timeout_s, traceparent)
+        return self._put([(key, self._place(data)) for key, data in blocks], timeout_s, traceparent)
 
     def put_pages(self, blocks: Sequence[tuple[Key, int]], timeout_s: float, traceparent: str = "") -> tuple[int, int]:
         """`put` of pages of the pool. Until it returns or raises nobody may write to them."""
         assert self._pool is not None
         size = self._pool.block_bytes
-        pages = (pb.SharedBlock(key=wire_key(key), size=size, page=page) for key, page in blocks)
-        return self._put(pages, timeout_s, traceparent)
+        return self._put([(key, {"size": size, "page": page}) for key, page in blocks], timeout_s, traceparent)
 
-    def _placed(self, block: tuple[Key, Buffer]) -> pb.SharedBlock:
-        key, data = block
+    def _place(self, data: Buffer) -> dict[str, Any]:
         offset = self._slots.offset(data)
         assert offset is not None
-        return pb.SharedBlock(key=wire_key(key), offset=offset, size=len(data), checksum=checksum_of(cut(data)))
+        return {"offset": offset, "size": len(data), "checksum": checksum_of(cut(data))}
 
-    def _put(self, blocks: Iterable[pb.SharedBlock], timeout_s: float, traceparent: str) -> tuple[int, int]:
+    def _put(self, blocks: Placed, timeout_s: float, traceparent: str) -> tuple[int, int]:
         stored = refused = 0
         deadline = monotonic() + timeout_s
         with self._lock:
@@ -157,15 +160,14 @@ class Sharing:
         return stored, refused
 
     @staticmethod
-    def _frames(blocks: Iterable[pb.SharedBlock], traceparent: str) -> Iterator[pb.SharedPut]:
-        frame = pb.SharedPut(traceparent=traceparent)
-        size = empty = frame.ByteSize()
-        for one in blocks:
-            more = one.ByteSize() + HEADROOM
+    def _frames(blocks: Placed, traceparent: str) -> Iterator[pb.SharedPut]:
+        frame, size = pb.SharedPut(traceparent=traceparent), HEADROOM
+        for key, where in blocks:
+            more = TOKEN_BYTES * len(key.token_ids) + HEADROOM
             if frame.blocks and size + more > MOST:
                 yield frame
-                frame, size = pb.SharedPut(traceparent=traceparent), empty
-            frame.blocks.append(one)
+                frame, size = pb.SharedPut(traceparent=traceparent), HEADROOM
+            frame.blocks.add(key=wire_key(key), **where)
             size += more
         yield frame
 

@@ -21,7 +21,7 @@ from forefetch.telemetry import names
 from forefetch.telemetry.context import SpanContext, to_metadata
 from forefetch.v1 import router_pb2
 from kv_service.client import CALL_S, TRANSFER_S, Buffer, Key, KvInfo, Metadata
-from router_service.outbox import BATCH_BYTES, Block, Outbox
+from router_service.outbox import BATCH_BYTES, Block, Outbox, runs
 from router_service.replicas import Replica
 
 if TYPE_CHECKING:
@@ -239,7 +239,8 @@ class Lane:
                 raise
             with self._changed:
                 self._outbox.finish(blocks, stored)
-                self._offered.notify()
+                if self._may_copy():
+                    self._offered.notify()  # what had found no room
 
     def _put_pages(self, blocks: Sequence[Block], metadata: Metadata) -> int:
         pages = [(block.key, block.page) for block in blocks]
@@ -276,7 +277,7 @@ class Lane:
     def _put(self, blocks: Sequence[Block]) -> int:
         """How many of the blocks the service holds now. What it holds already, a common prompt say, is not sent."""
         missing: list[Block] = []
-        for run in _runs(blocks):
+        for run in runs(blocks):
             missing += run[self._held(run) :]
         if not missing:
             return len(blocks)
@@ -301,14 +302,3 @@ class Lane:
         for block in run[held:]:
             block.chain.absent = True
         return held
-
-
-def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Cut where a block is not the child of the one before."""
-    runs: list[list[Block]] = []
-    for block in blocks:
-        if runs and block.key.parent == runs[-1][-1].key.digest:
-            runs[-1].append(block)
-        else:
-            runs.append([block])
-    return runs

@@ -189,3 +189,14 @@ class Outbox:
             block.data = b""
             self.used -= 1
         return left
+
+
+def runs(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Cut where a block is not the child of the one before."""
+    cut: list[list[Block]] = []
+    for block in blocks:
+        if cut and block.key.parent == cut[-1][-1].key.digest:
+            cut[-1].append(block)
+        else:
+            cut.append([block])
+    return cut

@@ -111,7 +111,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "config": ("config", "discovery_config", "cache_config"),
     "pure": (
         *("__init__", "scheduler", "pages", "admission", "slots", "store", "store_sessions", "keys", "outbox", "intake"),
-        *("store_order", "store_room", "parts", "block_messages", "shared_frames", "labels"),
+        *("store_order", "store_room", "parts", "block_messages", "shared_frames", "answers", "labels"),
         *("segments", "cost", "journal", "prefetch", "misses", "forecast", "shelf", "retiring"),
         *("endpoints", "election", "planner"),
     ),

@@ -119,6 +119,8 @@ def _facts(stats: pb.KvServiceGetStatsResponse) -> Iterator[tuple[str, str]]:
     asked = stats.hits + stats.misses
     yield "look-ups", f"{asked:,} blocks asked for" + (f", {100 * stats.hits / asked:.1f} % held" if asked else "")
     yield "puts", f"{stats.stored:,} stored, {stats.duplicates:,} held already, {stats.refused:,} refused"
+    if stats.shared_blocks:
+        yield "shared memory", f"{stats.shared_blocks:,} blocks came through it; callers with some: {stats.sharers}"
     yield "sessions", f"{stats.sessions:,}, {_size(stats.session_bytes)}; {stats.session_records:,} records"
     for name, text in FAULTS:
         if count := getattr(stats, name):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -19,7 +18,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="lent memory nee
 def test_another_process_reads_it_and_cannot_write() -> None:
     lent = Lent(10_000)
     lent.memory[9_990:] = b"0123456789"
-    code = f"from forefetch.lending import *\nm = borrow({lent.name!r})\nprint(len(m), bytes(m[9_990:]), any(m[:9_990]), m.readonly)"
+    show = "print(len(m), bytes(m[9_990:]), any(m[:9_990]), m.readonly)"
+    code = f"from forefetch.lending import Name, borrow\nm = borrow({lent.name!r})\n{show}"
     command = [sys.executable, "-c", code]
     told = subprocess.run(command, capture_output=True, text=True, check=True, env=child_environment()).stdout
     assert told.split() == ["10000", "b'0123456789'", "False", "True"]
@@ -42,7 +42,7 @@ def test_what_is_no_lent_memory_is_refused() -> None:
     plain = os.memfd_create("plain")  # whoever made it could cut it short
     os.write(plain, bytes(8192))
     for name in (
-        replace(lent.name, nonce=bytes(16)),
+        lent.name._replace(nonce=bytes(16)),
         Name(os.getpid(), pipe, bytes(16)),
         Name(os.getpid(), plain, bytes(16)),
         Name(2**22 + 1, 3, bytes(16)),

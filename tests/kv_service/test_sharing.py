@@ -209,7 +209,7 @@ def test_pages_that_were_given_up_while_they_were_read_are_not_kept(
 
 
 def test_a_page_that_there_is_not(kv: Kv, lender: Lender) -> None:
-    with pytest.raises(BadRequest, match="blocks.page"):
+    with pytest.raises(BadRequest, match=r"blocks\.page"):
         lender.client.put_pages([(kv.keys(1)[0], PAGES)])
     with pytest.raises(Unavailable):
         lender.client.put_pages([(kv.keys(1)[0], 1)])
@@ -217,7 +217,7 @@ def test_a_page_that_there_is_not(kv: Kv, lender: Lender) -> None:
 
 def test_a_pool_that_cannot_be_read(kv: Kv, lender: Lender) -> None:
     other = KvClient(kv.address)
-    other.share(1, 1000, pool=replace(lender.pool, name=replace(lender.pool.name, nonce=bytes(16))))
+    other.share(1, 1000, pool=replace(lender.pool, name=lender.lent.name._replace(nonce=bytes(16))))
     assert (other.shares, other.lends) == (True, False)
     with pytest.raises(BadRequest, match="pool"):
         other.share(1, 1000, pool=replace(lender.pool, pages=PAGES + 1))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forefetch.lending import borrow
+from forefetch.lending import Name, borrow
 from forefetch.spec import ModelSpec
 from router_service.cache import KvCache
 
@@ -28,7 +28,7 @@ def test_lent_pages_are_what_read_block_gives(checkpoint: Callable[[str], Path])
     spec = ModelSpec.load(checkpoint("qwen3"))
     cache = KvCache(spec, pages=PAGES, page_size=PAGE, dtype=torch.float16, device=torch.device("cpu"), lend=True)
     assert cache.pool is not None
-    memory = borrow(cache.pool.name)
+    memory = borrow(Name(*cache.pool.name))
     assert cache.pool.fits(len(memory))
     assert not any(memory)
     cache.pools.copy_(torch.randn(cache.pools.shape))

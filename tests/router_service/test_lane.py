@@ -221,4 +221,4 @@ def test_a_service_that_stops_over_lent_pages_keeps_neither_them_nor_their_new_b
         service.signal(signal.SIGCONT)
     until(lambda: engine.status().blocks_sent == 3)
     assert client.get(keys) == blocks
-    assert client.stats().broken == broken + 1  # of the frame, the block that was being copied
+    assert client.stats().broken - broken in (0, 1)  # the block that was being copied, if the service came to look at the frame
