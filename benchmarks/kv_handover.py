@@ -24,9 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.kv_prefix import REFERENCE, STREAMS, cluster, prompt
 from benchmarks.results import Row, append
+from kv_service.client import KvClient
 
 if TYPE_CHECKING:
     from forefetch.client import Client
+    from forefetch.cluster import Cluster
 
 WINDOW = 16
 """Steps behind a seal that count as handing over, and as many before and after that do not."""
@@ -34,6 +36,10 @@ AT_ONCE = 2
 """Streams that fill a page in the same step: every `2 * WINDOW` steps some do."""
 PAGES = 6
 """Pages that each stream fills in a run."""
+FULL = ("--budget-mb=192",)
+"""A service whose memory is full, as it is for all but its first minutes. Memory that was never touched costs 1 ms a block more."""
+WARMING = 6
+"""Runs before any counts. Four of them fill the service."""
 TRIM = 0.1
 """Share of the differences that is left out at either end: pauses of the machine, which hit both kinds of window."""
 
@@ -105,16 +111,27 @@ def trimmed(values: Sequence[float]) -> tuple[float, float]:
 
 def handing_over(model: Path, seconds: float) -> list[Row]:
     """The change of time per token by the windows of two routers in turn; the one with a KV service has two of three."""
-    with cluster(model, kv=False) as without, cluster(model, kv=True) as with_kv:
+    with cluster(model, kv=False) as without, cluster(model, kv=True, kv_flags=FULL) as with_kv:
         arms = [Arm("no KV service", without.address), Arm("handed over", with_kv.address)]
-        until, turn = monotonic() + seconds, 0
-        while monotonic() < until or turn < 3:
+        for turn in range(WARMING):
+            asyncio.run(run(Arm("", arms[turn % 3 > 0].address), turn))
+        until, turn = monotonic() + seconds, WARMING
+        while monotonic() < until or turn < WARMING + 3:
             asyncio.run(run(arms[turn % 3 > 0], turn))
             turn += 1
         rows = [row for arm in arms for row in _windows(model.name, arm)]
-        if not arms[1].blocks:
-            raise SystemExit("no block was handed over")
+        _look_at(with_kv, arms[1])
         return rows
+
+
+def _look_at(running: Cluster, arm: Arm) -> None:
+    """What the service says of the run: its memory was full, and how blocks came."""
+    client = KvClient(running.processes["kv"].address)
+    stats = client.stats()
+    client.close()
+    if not arm.blocks or not stats.evicted:
+        raise SystemExit(f"{arm.blocks} blocks were handed over, and {stats.evicted} evicted: not what was to be measured")
+    print(f"of {stats.stored} blocks {stats.shared_blocks} came through shared memory; {stats.evicted} were evicted")
 
 
 def _windows(model: str, arm: Arm) -> list[Row]:

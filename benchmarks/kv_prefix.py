@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from statistics import median, quantiles
 
 from benchmarks.kv_store import cpu_s
 from benchmarks.results import Row, append
-from forefetch.cluster import Cluster, ClusterConfig
+from forefetch.cluster import Cluster, ClusterConfig, Extra
 
 PREFIX = 2_000
 STREAMS = 8
@@ -30,10 +30,10 @@ REFERENCE = Path(__file__).parent.parent / "models" / "reference"
 
 
 @contextmanager
-def cluster(model: Path, kv: bool, kv_format: str = "auto") -> Iterator[Cluster]:
+def cluster(model: Path, kv: bool, kv_format: str = "auto", kv_flags: Sequence[str] = ()) -> Iterator[Cluster]:
     """Router and workers in one process, so that nothing but the KV service is beside it."""
     config = ClusterConfig(model=str(model), link="local", kv=kv, kv_format=kv_format, port=0, device="cpu")
-    with Cluster.start(config) as running:
+    with Cluster.start(config, extra=Extra(kv=kv_flags)) as running:
         yield running
 
 
