@@ -37,7 +37,7 @@ AT_ONCE = 2
 PAGES = 6
 """Pages that each stream fills in a run."""
 FULL = ("--budget-mb=192",)
-"""A service whose memory is full, as it is for all but its first minutes. Memory that was never touched costs 1 ms a block more."""
+"""A service whose memory is full, as it is but for its first minutes. Memory never touched before costs 1 ms a block more."""
 WARMING = 6
 """Runs before any counts. Four of them fill the service."""
 TRIM = 0.1
