@@ -16,6 +16,7 @@ from kv_service.block_messages import Buffer, Part
 from kv_service.keys import DIGEST_BYTES, Key, child_key
 from kv_service.parts import Pieces, cut
 from kv_service.store import Outcome, Reservation
+from kv_service.store_order import State
 
 _log = logging.getLogger(__name__)
 
@@ -146,6 +147,8 @@ class Intake:
         if len(block.checksum) != CHECKSUM_BYTES:
             raise BadRequest("blocks.checksum", f"must be {CHECKSUM_BYTES} bytes")
         self._arriving = self._begin(block, "blocks")
+        if self._held():
+            return
         for piece in cut(data):
             self._arriving.add(piece, shared=True)
         self._end(block.checksum)
@@ -156,11 +159,23 @@ class Intake:
         if block.size != sum(map(len, parts)):
             raise BadRequest("blocks.size", "is not that of a page")
         self._arriving = self._begin(block, "blocks")
+        if self._held():
+            return
         for piece in cut(b"".join(parts)):
             self._arriving.add(piece)
         if not whole():
             raise Cancelled("the caller has given the page up")
         self._end(self._arriving.hash.digest())
+
+    def _held(self) -> bool:
+        """Whether the arriving block is held already. Then it ends here, as for a caller that asked before it sent."""
+        block = self._arriving
+        assert block is not None
+        if not isinstance(block.place, Reservation) or block.place.kept or block.place.entry.state is not State.SEALED:
+            return False
+        self._arriving = None
+        self._settle(block, block.place.entry.checksum)
+        return True
 
     def _end(self, checksum: bytes) -> None:
         """All parts of the arriving block are here."""
