@@ -53,6 +53,7 @@ class Table(NamedTuple):
     gap: Uses  # layers * (1/p - 1)
     free: Ints  # [slots]: a stack of empty ones
     numbers: Ints  # [3]: layer of the last call; how many are empty; experts that left unused
+    distances: Uses  # [layers]: room for whoever looks for a victim
 
 
 def uses_of(counts: Sequence[int], rows: int) -> Uses:
@@ -91,6 +92,7 @@ class Slots:
             gap=averages[2],
             free=np.arange(capacity - 1, -1, -1),
             numbers=np.array((layers - 1, capacity, 0)),
+            distances=np.zeros(layers),
         )
         table.gap[:] = self._gap_of(table.fast)
         self.slot_of = memoryview(table.slot_of.data)  # the same memory; single numbers are read faster so

@@ -72,7 +72,7 @@ class WholeExperts:
         """What steps of a model with so many layers need when there are fewer slots than experts."""
         residency, count = self._residency, self._experts.numbers.shape[1]
         lane = self._experts.lane if residency else None
-        named, needs = np.zeros((2, count), dtype=np.int64)
+        named, needs, ways, how, spent = np.zeros((5, count), dtype=np.int64)
         return visit.Moving(
             any=residency is not None,
             table=residency.slots.table if residency else Slots(1, [1]).table,
@@ -83,6 +83,9 @@ class WholeExperts:
             counts=np.zeros((layers, visit.COUNTS), dtype=np.int64),
             needs=needs,
             todo=np.zeros(count, dtype=bool),
+            ways=ways,
+            how=how,
+            spent=spent,
             uses=np.zeros(count),
         )
 

@@ -49,6 +49,7 @@ class CompiledHeads:
             missed=np.zeros(spec.num_experts),
             best=np.zeros(named, dtype=np.int64),
             taken=np.zeros(spec.num_experts, dtype=bool),
+            task=np.zeros(ahead.NUMBERS, dtype=np.int64),
         )
 
     @property

@@ -71,7 +71,7 @@ class CompiledTrunk:
         self._experts = experts = local.experts.room(max_rows) if local else None
         self._moving = moving = local.experts.moving(trunk.spec.layers) if local else None
         self._ahead, self._naming = CompiledHeads(trunk, max_rows, hints if moving and moving.any else None), False
-        seen = self.model, self.buffers, experts, moving
+        seen = self.model, self.buffers, experts, moving, self._ahead.heads
         # Workers in other processes need a core while this one computes.
         self._crew = Crew(helpers(0 if local else 1), lambda board, number: step.assist(board, number, *seen))
         self._mlp = _mlp(trunk, max_rows)

@@ -1,5 +1,8 @@
 """Names a layer's experts from the residual that enters it, and has those copied that are missing while its attention runs.
 
+That is a helper's to do, beside the attention, if one is awake. Until the engine's thread asks for the outcome, the table of
+slots and the ring of jobs are its own. A task that no helper has begun by then is taken back: nothing was named.
+
 A refining head (`router_service/lookahead/heads.py`) is one product, and with a correction a second, small one:
 
     both = unit(x) second + offset                [T, E + C]    the layer's own gate; what the correction sees
@@ -14,11 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forefetch.kernels.compiled.copier import EACH_NS, offer, pending
-from forefetch.kernels.compiled.crew import wake
+from forefetch.kernels.compiled.atomics import add, get, give_way, put, replace
+from forefetch.kernels.compiled.copier import DONE, EACH_NS, FREE, QUEUED, TAKEN, offer, pending, waiting
+from forefetch.kernels.compiled.crew import YIELD_NS, awake, wake
 from forefetch.kernels.compiled.layer import NOTHING
-from forefetch.kernels.compiled.linear import product
+from forefetch.kernels.compiled.linear import product_alone
 from forefetch.kernels.compiled.maths import exp, rms_norm
+from forefetch.kernels.compiled.simd import address_of, clock_ns
 from forefetch.kernels.compiled.slots import NOWHERE, calls_until, place
 from forefetch.kernels.compiled.toolchain import compiled
 from forefetch.kernels.compiled.visit import NAMED
@@ -29,6 +34,9 @@ COLUMNS = 6
 FLOOR, PREDICTED, SURE = 0.1, 0.5, 1.0 - 1e-9  # as router_service/forecast.py and expert_worker/prefetch.py have them
 MOST_ROWS = 64
 NEWEST = 0.25  # share of the newest attention in its mean time
+WORD, LAYER, PLACE, ROWS, POSTED = range(5)
+"""Of Heads.task: its state, as a copy's; the layer, its place among those with experts; rows; when it was made."""
+NUMBERS = 5
 
 
 class Heads(NamedTuple):
@@ -47,13 +55,58 @@ class Heads(NamedTuple):
     missed: Any  # [E] float64: the chance that no row chooses it
     best: Any  # [M] int64
     taken: Any  # [E] bool
+    task: Any  # [NUMBERS] int64
 
 
 @compiled()
-def name(model, heads, moving, experts, buffers, layer, place_of_layer, count, board):
-    """Names what `layer` will probably choose for the `count` rows in buffers.x, and has it copied."""
-    rows = min(count, MOST_ROWS)
-    rank(model, heads, buffers, layer, rows, board)
+def ask(model, heads, moving, experts, buffers, layer, place_of_layer, count, board):
+    """Has named what `layer` will probably choose for the `count` rows in buffers.x."""
+    rows, task, jobs = min(count, MOST_ROWS), heads.task, moving.jobs
+    for row in range(rows):  # buffers.x changes under who names
+        rms_norm(buffers.x[row], heads.ones, model.eps, heads.normed[row])
+    task[LAYER], task[PLACE], task[ROWS], task[POSTED] = layer, place_of_layer, rows, clock_ns()
+    put(address_of(task), QUEUED)
+    add(waiting(jobs), 1)
+    if not awake(board) and begun(heads, jobs):
+        if name(model, heads, moving, experts, buffers.order):
+            wake(board)
+        put(address_of(task), DONE)
+
+
+@compiled()
+def begun(heads, jobs):
+    """Whether the task is the caller's to do now."""
+    if not replace(address_of(heads.task), QUEUED, TAKEN):
+        return False
+    add(waiting(jobs), -1)
+    return True
+
+
+@compiled()
+def help_naming(model, heads, moving, experts, order):
+    """A helper's: does the task, if nobody has begun it."""
+    if begun(heads, moving.jobs):
+        name(model, heads, moving, experts, order)
+        put(address_of(heads.task), DONE)
+
+
+@compiled()
+def settled(heads, moving):
+    """The table of slots and the ring of jobs are the engine's thread's again."""
+    at = address_of(heads.task)
+    if get(at) != FREE and not begun(heads, moving.jobs):
+        began = clock_ns()
+        while get(at) != DONE:
+            if clock_ns() - began > YIELD_NS:
+                give_way()
+    put(at, FREE)
+
+
+@compiled()
+def name(model, heads, moving, experts, order):
+    """Does the task: names experts and offers copies. Returns how many of those."""
+    layer, place_of_layer, rows = heads.task[LAYER], heads.task[PLACE], heads.task[ROWS]
+    rank(model, heads, order, layer, rows)
     heads.missed[:] = 1.0
     for row in range(rows):
         add_row(heads, heads.logits[row, : model.experts], model.top_k, heads.scale[layer], heads.shift[layer])
@@ -64,17 +117,15 @@ def name(model, heads, moving, experts, buffers, layer, place_of_layer, count, b
         expert = number[moving.named[i]]
         moving.hinted[expert] = True
         table.predicted[expert] = 1.0 - heads.missed[moving.named[i]] >= PREDICTED
-    wish(heads, moving, number, layer, place_of_layer, found, board)
+    return wish(heads, moving, number, layer, place_of_layer, found)
 
 
 @compiled()
-def rank(model, heads, buffers, layer, rows, board):
-    """heads.logits of the layer's gate, estimated."""
+def rank(model, heads, order, layer, rows):
+    """heads.logits of the layer's gate, estimated from heads.normed."""
     table, experts = heads.tables[layer], model.experts
-    for row in range(rows):
-        rms_norm(buffers.x[row], heads.ones, model.eps, heads.normed[row])
-    normed, width, order = heads.normed[:rows], table[WIDTH], buffers.order
-    product(normed, table[SECOND], table[SECOND_KIND], heads.both, order, experts + width, table[OFFSET], board)
+    normed, width = heads.normed[:rows], table[WIDTH]
+    product_alone(normed, table[SECOND], table[SECOND_KIND], heads.both, order, experts + width, table[OFFSET])
     if not width:
         heads.logits[:rows, :experts] = heads.both[:rows, :experts]
         return
@@ -83,7 +134,7 @@ def rank(model, heads, buffers, layer, rows, board):
         for i in range(width):
             value = heads.both[row, experts + i]
             seen[row, i] = value / (np.float32(1) + exp(-value))
-    product(seen, table[UP], table[UP_KIND], heads.logits, order, experts, NOTHING, board)
+    product_alone(seen, table[UP], table[UP_KIND], heads.logits, order, experts, NOTHING)
     for row in range(rows):
         for i in range(experts):
             heads.logits[row, i] += heads.both[row, i]
@@ -124,23 +175,22 @@ def sort_likely(missed, names):
 
 
 @compiled()
-def wish(heads, moving, number, layer, place_of_layer, found, board):
-    """Has missing ones copied: as many as there is time for, none in place of what is needed sooner."""
+def wish(heads, moving, number, layer, place_of_layer, found):
+    """Has missing ones copied: as many as there is time for, none in place of what is needed sooner. Returns how many."""
     table, jobs = moving.table, moving.jobs
-    each, posted = jobs.numbers[EACH_NS], 0
+    each, posted, left = jobs.numbers[EACH_NS], 0, heads.pace[layer] - (clock_ns() - heads.task[POSTED])
     for i in range(found):
         expert, chance = number[moving.named[i]], 1.0 - heads.missed[moving.named[i]]
         if table.slot_of[expert] != NOWHERE:
             continue
-        waiting = pending(jobs)
-        if (waiting + 1) * each > heads.pace[layer] or waiting == len(jobs.word):
+        before = pending(jobs)
+        if (before + 1) * each > left or before == len(jobs.word):
             break
         slot = place(table, expert, calls_until(table, place_of_layer, chance), False)
         if slot != NOWHERE:
             offer(jobs, expert, slot)
             posted += 1
-    if posted:
-        wake(board)
+    return posted
 
 
 @compiled()

@@ -111,32 +111,20 @@ def settle(jobs, copies, table):
 
 
 @compiled()
-def bring(jobs, copies, table, expert):
-    """Copies an expert that has a slot, now."""
-    slot, began = table.slot_of[expert], clock_ns()
-    fill(copies, expert, slot)
-    copied(jobs, copies, clock_ns() - began)
-    table.ready[slot], table.unused[slot] = True, False
-
-
-@compiled()
-def arrive(jobs, copies, table, expert):
-    """The expert of a job is in its slot when this returns: by a helper if one has begun, else by this thread."""
+def claim(jobs, expert):
+    """The place of the job that is bringing an expert; NOWHERE if there is none, or was none begun: now there is none."""
     for number in range(jobs.numbers[TAIL], jobs.numbers[HEAD]):
         at = number % len(jobs.word)
         if jobs.expert[at] == expert and get(address_of(jobs.word) + 8 * at) != FREE:
-            if begin(jobs, at):
-                jobs.word[at] = FREE
-                bring(jobs, copies, table, expert)
-            else:
-                ended(jobs, at)
-                settle(jobs, copies, table)
-            return
+            if not begin(jobs, at):
+                return at
+            jobs.word[at] = FREE
+    return NOWHERE
 
 
 @compiled()
 def ended(jobs, at):
-    """Waits for a copy under way."""
+    """Any thread's: waits for a copy under way."""
     began = clock_ns()
     while get(address_of(jobs.word) + 8 * at) == TAKEN:
         if clock_ns() - began > YIELD_NS:

@@ -45,10 +45,16 @@ def shared(board, ns):
     if ns >= SPLIT_NS:
         wake(board)
         return True
-    asleep = 0
-    for helper in range(helpers):
-        asleep += get(address_of(board) + 8 * (FIRST_HELPER + 8 * helper + ASLEEP))
-    return asleep < helpers
+    return awake(board)
+
+
+@compiled()
+def awake(board):
+    """Whether any helper is."""
+    for helper in range(board[HELPERS]):
+        if not get(address_of(board) + 8 * (FIRST_HELPER + 8 * helper + ASLEEP)):
+            return True
+    return False
 
 
 @compiled()

@@ -139,8 +139,20 @@ def product(x, matrix, kind, buffer, order, outputs, bias, board):
 def product_panel(board, panel):
     """One panel of the product that is on the board."""
     job = board[ARGUMENTS:]
-    x, count, order, rows, matrix = job[0], job[1], job[2], job[3], job[4]
-    kind, out, ldo, outputs, bias = job[5], job[6], job[7], job[8], job[9]
+    panel_of(job[0], job[1], job[2], job[3], job[4], job[5], job[6], job[7], job[8], job[9], panel)
+
+
+@compiled()
+def product_alone(x, matrix, kind, buffer, order, outputs, bias):
+    """`product` by the caller, whoever that is, without the board."""
+    for panel in range(-(-outputs // PANEL)):
+        to, ldo = address_of(buffer), 4 * buffer.shape[1]
+        panel_of(address_of(x), x.shape[1], address_of(order), len(x), matrix, kind, to, ldo, outputs, bias, panel)
+
+
+@compiled()
+def panel_of(x, count, order, rows, matrix, kind, out, ldo, outputs, bias, panel):
+    """One panel of a product of what lies at these addresses."""
     stride, to = (2 if kind == BFLOAT16 else 4) * PANEL, out + 4 * panel * PANEL
     real = min(PANEL, outputs - panel * PANEL) if bias else 0
     for row in range(rows):

@@ -31,6 +31,9 @@ PANEL = LANES * VECTORS
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS, _SHORTS = (ir.VectorType(kind, LANES) for kind in (_F32, _I32, _I16))
 _NEAR = 3  # prefetches go to the first cache
+_LINE = 64
+READ_AHEAD, WRITE_AHEAD = 2048, 1024
+"""Bytes; of copies."""
 _CLOCK = getattr(time, "CLOCK_UPTIME_RAW", getattr(time, "CLOCK_MONOTONIC", 1))  # the one of perf_counter_ns
 
 
@@ -163,6 +166,24 @@ def address_of(context, array):
 
 
 @intrinsic
+def copy_lines(context, source, to, lines):
+    """Copies so many lines of 64 bytes between addresses. What is read and what is written is asked for ahead of it."""
+
+    def generate(ctx, b, signature, arguments):
+        source, to, lines = arguments
+        with cgutils.for_range(b, lines, intp=_I64) as loop:
+            at = b.mul(loop.index, ir.Constant(_I64, _LINE))
+            begin, end = b.add(source, at), b.add(to, at)
+            _prefetch(b, b.add(begin, ir.Constant(_I64, READ_AHEAD)))
+            _prefetch(b, b.add(end, ir.Constant(_I64, WRITE_AHEAD)), written=True)
+            for part in range(0, _LINE, LANES * 4):
+                b.store(_load(b, _vector(b, begin, part), 4), _vector(b, end, part)).align = 4
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
 def clock_ns(context):
     """time.perf_counter_ns."""
 
@@ -225,12 +246,12 @@ def _shuffled(b: ir.IRBuilder, vectors: list[ir.Value], first: list[int], second
     return found + vectors[len(found) :]
 
 
-def _prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
-    """Asks for a line of memory that will be read; no address is wrong."""
+def _prefetch(b: ir.IRBuilder, address: ir.Value, written: bool = False) -> None:
+    """Asks for a line of memory that will be read, or written; no address is wrong."""
     bytes_at = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [bytes_at, _I32, _I32, _I32])
     ask = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
-    b.call(ask, [b.inttoptr(address, bytes_at), _I32(0), _I32(_NEAR), _I32(1)])
+    b.call(ask, [b.inttoptr(address, bytes_at), _I32(int(written)), _I32(_NEAR), _I32(1)])
 
 
 def _spread(b: ir.IRBuilder, value: ir.Value) -> ir.Value:

@@ -66,12 +66,15 @@ def place(table, expert, unless, needed):
 def victim(table, expert, unless, needed):
     """The slot whose expert is expected to be needed last; of equals the first."""
     layer, best, best_until, last, last_until = table.layer_of[expert], NOWHERE, -1.0, NOWHERE, -1.0
+    distances = table.distances  # once for each layer: a slot each would be a division each
+    for other in range(table.layers):
+        distances[other] = distance(table, other)
     for slot in range(table.capacity):
         if table.pins[slot] > 0 or not table.ready[slot]:
             continue
         other = table.expert_in[slot]
         at = table.layer_of[other]
-        until = table.gap[other] + distance(table, at)
+        until = table.gap[other] + distances[at]
         if until > last_until:
             last, last_until = slot, until
         if until > best_until and not (table.predicted[other] or (table.held[at] <= table.floor and at != layer)):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
-from forefetch.kernels.compiled.ahead import SECOND, learn, name
+from forefetch.kernels.compiled.ahead import SECOND, ask, help_naming, learn, settled
 from forefetch.kernels.compiled.copier import help_copying, waiting
 from forefetch.kernels.compiled.crew import FIRST_HELPER, KIND, NEVER, TAKEN, finish, join, post, rest, shared, take
 from forefetch.kernels.compiled.experts import combine, expert, sort_pairs
@@ -16,7 +16,7 @@ from forefetch.kernels.compiled.linear import PRODUCT, product, product_panel
 from forefetch.kernels.compiled.maths import exp, rms_norm, silu_times
 from forefetch.kernels.compiled.simd import address_of, clock_ns, floats_at
 from forefetch.kernels.compiled.toolchain import compiled, takes_ns
-from forefetch.kernels.compiled.visit import STALL_NS, close_call, close_step, leave, next_wave, open_call
+from forefetch.kernels.compiled.visit import STALL_NS, bringing, close_call, close_step, come_in, leave, next_wave, open_call
 
 TIMES = 7
 """Per layer: began, attended, chosen, experts done, end, in nanoseconds of time.perf_counter_ns; distinct experts; and when its
@@ -62,7 +62,7 @@ def layers(model, tables, rows, buffers, experts, mlp, load, times, moving, head
         table, stamps = tables[layer], times[layer]
         stamps[0] = stamps[6] = clock_ns()
         if naming and heads.tables[layer, SECOND]:
-            name(model, heads, moving, experts, buffers, layer, place, count, board)
+            ask(model, heads, moving, experts, buffers, layer, place, count, board)
             stamps[6] = clock_ns()
         attended(model, table, rows, buffers, board)
         stamps[1] = clock_ns()
@@ -72,6 +72,7 @@ def layers(model, tables, rows, buffers, experts, mlp, load, times, moving, head
             for expert in buffers.ids[:count].ravel():
                 load[layer, expert] += 1
             learn(heads, layer, stamps[2] - stamps[6])
+            settled(heads, moving)
             stamps[5] = routed(buffers, experts, moving, layer, place, count, board)
             place += 1
         else:
@@ -98,54 +99,64 @@ def routed(buffers, experts, moving, layer, place, count, board):
     if moving.any:
         began, left = open_call(moving, needs, first, place, count, counts), found
         while left:
-            wave = next_wave(moving, needs, experts.groups, experts.slots, board)
+            wave = next_wave(moving, needs, experts.groups, experts.slots)
             counts[STALL_NS] += clock_ns() - began
-            run(buffers, experts, wave, ids.size, board)
+            counts[STALL_NS] += run(buffers, experts, moving, wave, ids.size, board)
             leave(moving, experts.slots[:wave])
             began, left = clock_ns(), left - wave
         close_call(moving, counts)
     else:
         for group in range(found):
             experts.groups[group], experts.slots[group] = group, needs[group]
-        run(buffers, experts, found, ids.size, board)
+        run(buffers, experts, moving, found, ids.size, board)
     out = buffers.product[:count, :hidden]
     combine(experts.result, experts.place[: ids.size], experts.begins[:count], buffers.weights[:count].ravel(), out)
     return found
 
 
 @compiled()
-def run(buffers, experts, items, pairs, board):
-    """The first `items` of experts.groups, which have about so many pairs."""
-    bytes_each, hidden = experts.strides[1] // 2 * 3, buffers.normed.shape[1]
-    if shared(board, takes_ns(bytes_each * items, 6 * pairs * hidden * experts.active.shape[1])):
+def run(buffers, experts, moving, items, pairs, board):
+    """The first `items` of experts.groups, which have about so many pairs. Returns how long this thread waited for copies or
+    made them."""
+    bytes_each, hidden, waited = experts.strides[1] // 2 * 3, buffers.normed.shape[1], 0
+    ns = takes_ns(bytes_each * items, 6 * pairs * hidden * experts.active.shape[1]) + bringing(moving, items)
+    if shared(board, ns):
         post(board, EXPERT, items)
         item = take(board)
         while item >= 0:
-            one_expert(buffers, experts, item)
+            waited += one_expert(buffers, experts, moving, item)
             finish(board)
             item = take(board)
         join(board, items)
     else:
-        for item in range(items):
-            one_expert(buffers, experts, item)
+        for number in range(items):
+            waited += one_expert(buffers, experts, moving, items - 1 - number)
+    return waited
 
 
 @compiled()
-def one_expert(buffers, experts, item):
-    """The pairs of one of the experts that run."""
+def one_expert(buffers, experts, moving, item):
+    """The pairs of one of the experts that run. Returns how long that took to come in."""
+    waited = 0
+    if moving.how[item]:
+        come_in(moving, item, experts.slots[item])
+        waited = moving.spent[item]
     at, first, group = experts.pool + experts.slots[item] * experts.strides[0], experts.first, experts.groups[item]
     scratch = experts.hidden, experts.active, experts.result
     w13, w2, pairs = at, at + experts.strides[1], (first[group], first[group + 1])
     expert(buffers.normed, experts.rows, *pairs, w13, w2, experts.kind, *scratch, buffers.order)
+    return waited
 
 
 @compiled()
-def assist(board, number, model, buffers, experts, moving):
+def assist(board, number, model, buffers, experts, moving, heads):
     """What a helper does until the crew is dismissed. experts, moving: None where experts are not in this process."""
     more = address_of(board) + 8 * NEVER
     if moving is not None:
         more = waiting(moving.jobs)
     while rest(board, number, more):
+        if moving is not None:
+            help_naming(model, heads, moving, experts, buffers.order)
         item = take(board)
         while item >= 0:
             kind = board[KIND]
@@ -153,7 +164,7 @@ def assist(board, number, model, buffers, experts, moving):
                 product_panel(board, item)
             elif kind == EXPERT:
                 if experts is not None:
-                    one_expert(buffers, experts, item)
+                    one_expert(buffers, experts, moving, item)
             else:
                 table, rows = laid_out(board, model)
                 one_of(model, table, rows, buffers, kind, item)

@@ -8,7 +8,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
-from forefetch.kernels.compiled.simd import floats_at, intrinsic
+from forefetch.kernels.compiled.simd import copy_lines, floats_at, intrinsic
 from forefetch.kernels.compiled.toolchain import compiled
 
 SAME, HALF, INT8, INT4 = range(4)
@@ -74,8 +74,9 @@ def fill(copies, number, slot):
     hidden, width = copies.hidden, copies.width
     elements = 3 * hidden * width
     if copies.kind == SAME:
-        words = copies.stride // 4
-        _copy(carray(floats_at(source), words), carray(floats_at(to), words))
+        lines, words = copies.stride // 64, copies.stride // 4
+        copy_lines(source, to, lines)
+        _copy(carray(floats_at(source), words)[16 * lines :], carray(floats_at(to), words)[16 * lines :])
         return
     if copies.kind == HALF:
         halves, out = carray(_halves_at(source), elements), carray(floats_at(to), elements)

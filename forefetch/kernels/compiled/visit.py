@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from forefetch.kernels.compiled.copier import BYTES, EACH_NS, SPENT_NS, arrive, bring, give_up, offer, pending, settle
-from forefetch.kernels.compiled.crew import shared
+from forefetch.kernels.compiled.copier import BYTES, EACH_NS, SPENT_NS, claim, copied, ended, give_up, settle
 from forefetch.kernels.compiled.simd import clock_ns
 from forefetch.kernels.compiled.slots import NOWHERE, WASTED, place, used
 from forefetch.kernels.compiled.toolchain import compiled
+from forefetch.kernels.compiled.unpack import fill
 
 HITS, LATE, MISSES, RESIDENT, GONE, COPIED, COPY_NS, STALL_NS, NAMED, FOUND = range(10)
 COUNTS = 10
 """Per layer of a step. GONE, COPIED, COPY_NS: experts that left unused, bytes and time of copies, all since the table was made;
 NAMED: experts named for the layer, FOUND: those of them that it chose."""
 CROWD = 8  # as expert_worker/slots.py has it
+HERE, BRING, AWAIT = 0, 1, 2
+"""What an item needs before it runs: nothing; its expert brought in by who takes it; or, plus a job's place, that job's end.
+Of no job (NOWHERE) that makes BRING."""
 
 
 class Moving(NamedTuple):
@@ -29,6 +32,9 @@ class Moving(NamedTuple):
     counts: Any  # [L, COUNTS] int64
     needs: Any  # [E] int64: experts of the layer's call, by group
     todo: Any  # [E] bool: groups that have not run
+    ways: Any  # [E] int64: what each group needs
+    how: Any  # [E] int64: the same for each item of the wave; zeros where nothing moves
+    spent: Any  # [E] int64: ns that an item took to come in
     uses: Any  # [E] float64
 
 
@@ -71,55 +77,75 @@ def open_call(moving, needs, first, layer, rows, counts):
 
 
 @compiled()
-def next_wave(moving, needs, groups, slots, board):
-    """Fills groups and slots [E] with what can run now, at least one; returns how many. They are pinned until `leave`."""
-    table, copies, jobs = moving.table, moving.copies, moving.jobs
-    wave = 0
+def next_wave(moving, needs, groups, slots):
+    """Fills groups and slots [E] with what can run now, at least one; returns how many. They are pinned until `leave`.
+
+    Who takes an item does first what `moving.how` says: its expert is there, is to be brought in, or is on its way. They are
+    taken last to first, so the longest come first and those that others are bringing last.
+    """
+    table, how, wave = moving.table, moving.how, 0
     while not wave:
-        demand(moving, needs, board)
+        demand(moving, needs)
         for group in range(len(needs)):
             slot = table.slot_of[needs[group]]
             if moving.todo[group] and slot != NOWHERE:
-                if not table.ready[slot]:
-                    arrive(jobs, copies, table, needs[group])
-                table.unused[slot] = False
-                moving.todo[group] = False
-                groups[wave], slots[wave] = group, slot
-                wave += 1
+                moving.ways[group] = HERE if table.ready[slot] else AWAIT + claim(moving.jobs, needs[group])
+        for lowest, highest in ((AWAIT, AWAIT + len(moving.jobs.word)), (HERE, HERE), (BRING, BRING)):
+            for group in range(len(needs)):
+                slot, way = table.slot_of[needs[group]], moving.ways[group]
+                if moving.todo[group] and slot != NOWHERE and lowest <= way <= highest:
+                    moving.todo[group] = False
+                    groups[wave], slots[wave], how[wave] = group, slot, way
+                    wave += 1
         if not wave:
-            give_up(jobs, copies, table, False)  # every slot was on its way to somebody
+            give_up(moving.jobs, moving.copies, table, False)  # every slot was on its way to somebody
     return wave
 
 
 @compiled()
-def leave(moving, slots):
-    """The experts in these slots have run."""
-    for slot in slots:
-        moving.table.pins[slot] -= 1
-
-
-@compiled()
-def demand(moving, needs, board):
-    """Gives slots to missing experts, as many as a call may bring in at once, and pins them; copies them or, where there are
-    several and a helper is there, makes them jobs that both work on."""
-    table, copies, jobs = moving.table, moving.copies, moving.jobs
-    missing = 0
-    for group in range(len(needs)):
-        missing += moving.todo[group] and table.slot_of[needs[group]] == NOWHERE
-    both = missing > 1 and shared(board, (missing - 1) * jobs.numbers[EACH_NS])
-    brought = 0
+def demand(moving, needs):
+    """Gives slots to missing experts, as many as a call may bring in at once, and pins them."""
+    table, brought = moving.table, 0
     for group in range(len(needs)):
         expert = needs[group]
         if not moving.todo[group] or table.slot_of[expert] != NOWHERE:
             continue
-        if brought == table.window:
-            break
-        slot = place(table, expert, 0.0, True)
+        slot = place(table, expert, 0.0, True) if brought < table.window else NOWHERE
         if slot == NOWHERE:
             break
         table.pins[slot] += 1
         brought += 1
-        if both and pending(jobs) < len(jobs.word):
-            offer(jobs, expert, slot)
-        else:
-            bring(jobs, copies, table, expert)
+
+
+@compiled()
+def bringing(moving, items):
+    """About how long it takes one thread to bring in what the wave's items lack."""
+    missing = 0
+    for item in range(items):
+        missing += moving.how[item] == BRING
+    return missing * moving.jobs.numbers[EACH_NS]
+
+
+@compiled()
+def come_in(moving, item, slot):
+    """Any thread's: the expert of an item is in its slot when this returns."""
+    began = clock_ns()
+    if moving.how[item] == BRING:
+        fill(moving.copies, moving.table.expert_in[slot], slot)
+    else:
+        ended(moving.jobs, moving.how[item] - AWAIT)
+    moving.spent[item] = clock_ns() - began
+
+
+@compiled()
+def leave(moving, slots):
+    """The experts in these slots, the wave's, have run."""
+    table, jobs, copies = moving.table, moving.jobs, moving.copies
+    settle(jobs, copies, table)
+    for item in range(len(slots)):
+        slot = slots[item]
+        if moving.how[item] == BRING:
+            table.ready[slot] = True
+            copied(jobs, copies, moving.spent[item])
+        table.unused[slot] = False
+        table.pins[slot] -= 1
