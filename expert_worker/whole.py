@@ -102,16 +102,11 @@ class WholeExperts:
     def verified(self, moving: visit.Moving, out: npt.NDArray[np.int64]) -> None:
         """Fills out [L, 8] after a step: hits, late, misses, resident, wasted and copied bytes, time of copies, and of waiting
         for them. Copies that only ended with the step are the last layer's."""
-        table, jobs = moving.table, self._jobs.numbers
-        ends = table.numbers[slots.WASTED], jobs[copier.BYTES], jobs[copier.SPENT_NS]
-        counts = moving.counts
-        out[:, :4] = counts[:, : visit.RESIDENT + 1]
-        totals = np.maximum.accumulate(counts[:, visit.GONE : visit.COPY_NS + 1])  # dense layers have zeros
-        totals[-1] = ends
-        out[:, 4:7] = np.diff(np.maximum(totals, self._before), axis=0, prepend=self._before[None])
+        jobs = self._jobs.numbers
+        ends = np.array((moving.table.numbers[slots.WASTED], jobs[copier.BYTES], jobs[copier.SPENT_NS]))
+        out[:, :4] = moving.counts[:, : visit.RESIDENT + 1]
+        visit.account(moving.counts, ends, self._before, out)
         out[:, 4] *= self._experts.host.stride if self._experts.host else 0
-        out[:, 7] = counts[:, visit.STALL_NS]
-        self._before = np.array(ends)
 
     def evaluated(self, calls: int, rows: int, pairs: int, compute_ns: int, copy_wait_ns: int, found: npt.ArrayLike) -> None:
         """Counts a step: its layers, rows and pairs of each, and of all its distinct experts how many were hits, late, misses,

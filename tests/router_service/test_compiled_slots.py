@@ -28,7 +28,7 @@ from router_service.workers import Workers
 
 pytestmark = pytest.mark.skipif(not compiled.available(), reason="Numba is not installed")
 if compiled.available():
-    from forefetch.kernels.compiled import copier, step
+    from forefetch.kernels.compiled import ahead, copier, step, visit
     from router_service.compiled import CompiledTrunk, Local
 
 PROMPTS = (3, 17, 8, 9, 23)
@@ -41,6 +41,7 @@ class SlotRig(Rig):
 
     def __init__(self, folder: Path, slots: str, experts: str = "stored", hints: str = "plain") -> None:
         super().__init__(folder)
+        self.named = False  # in a compiled step
         config = ExpertConfig(model=str(folder), device="cpu", slots=slots, experts=experts)
         self.workers = Workers(self.spec, ["local"], lambda _address: expert.local(config))
         self.workers.wait_complete(60.0)
@@ -81,6 +82,7 @@ class SlotRig(Rig):
         """Between two steps nothing is on its way or held, and the table is sound."""
         if self.residency is None:
             return
+        self.named |= bool(self.compiled._moving.counts[:, visit.NAMED].any())  # type: ignore[union-attr]
         with self.residency.still():
             jobs, table = self.compiled._moving.jobs, self.residency.slots.table  # type: ignore[union-attr]
             assert not jobs.word.any()
@@ -101,10 +103,11 @@ def resident(folder: Path) -> dict[str, list[Tensor]]:
     return {kind: SlotRig(folder, "100%", kind, "off").answers() for kind in ("stored", "int8", "int4")}
 
 
-def _slow(board: np.ndarray, number: int, _model: Any, _buffers: Any, _experts: Any, moving: Any) -> None:
-    """A helper that only copies, and takes its time."""
+def _slow(board: np.ndarray, number: int, model: Any, buffers: Any, experts: Any, moving: Any, heads: Any) -> None:
+    """A helper that only names and copies, and takes its time."""
     draw, jobs = random.Random(number), moving.jobs
     while not OVER.is_set():
+        ahead.help_naming(model, heads, moving, experts, buffers.order)
         for at in range(len(jobs.word)):
             if jobs.word[at] == copier.QUEUED:
                 time.sleep(draw.random() * 0.0005)
@@ -143,15 +146,17 @@ def test_slots_and_copies_change_no_bit(kind: str, copying: str, folder: Path, r
 def test_counts_are_true(copying: str, folder: Path) -> None:
     rig = SlotRig(folder, "50%")
     rig.answers()
+    for _ in range(0 if "never" in copying else 20):
+        if rig.named:
+            break
+        rig.answers()  # a helper that had no core comes too late
+    assert rig.named == ("never" not in copying), "who never comes names nothing"
     totals = dict(zip(HINT_COUNTS, rig.ring.layer_totals().sum(axis=0).tolist(), strict=False))
     verified = rig.core.verified
     hits, late, misses, there = verified[:4]
-    assert min(hits, misses, there) > 0, "the first layer is never named, later ones are not always named rightly"
+    assert min(misses, there) > 0, "the first layer is never named, later ones are not always named rightly"
     assert hits + late == totals["found"], "what was named and chosen was there or was not"
     assert totals["refined_named"] == totals["named"] >= totals["found"]
-    assert totals["next_named"] > 0 or totals["chosen"] > 0
-    if "never" in copying:
-        assert late > 0, "the step copied what nobody had begun"
     record = rig.ring.read(rig.steps - 1)
     assert record is not None
     counts = dict(zip(VERIFIED, record.verified[:, 0].sum(axis=0).tolist(), strict=True))

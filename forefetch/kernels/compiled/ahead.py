@@ -1,7 +1,7 @@
 """Names a layer's experts from the residual that enters it, and has those copied that are missing while its attention runs.
 
-That is a helper's to do, beside the attention, if one is awake. Until the engine's thread asks for the outcome, the table of
-slots and the ring of jobs are its own. A task that no helper has begun by then is taken back: nothing was named.
+That is a helper's to do, beside the attention. Until the engine's thread asks for the outcome, the table of slots and the ring
+of jobs are the helper's. A task that none has begun by then is taken back: who is not there to name is not there to copy.
 
 A refining head (`router_service/lookahead/heads.py`) is one product, and with a correction a second, small one:
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from forefetch.kernels.compiled.atomics import add, get, give_way, put, replace
 from forefetch.kernels.compiled.copier import DONE, EACH_NS, FREE, QUEUED, TAKEN, offer, pending, waiting
-from forefetch.kernels.compiled.crew import YIELD_NS, awake, wake
+from forefetch.kernels.compiled.crew import YIELD_NS, wake
 from forefetch.kernels.compiled.layer import NOTHING
 from forefetch.kernels.compiled.linear import product_alone
 from forefetch.kernels.compiled.maths import exp, rms_norm
@@ -59,18 +59,15 @@ class Heads(NamedTuple):
 
 
 @compiled()
-def ask(model, heads, moving, experts, buffers, layer, place_of_layer, count, board):
-    """Has named what `layer` will probably choose for the `count` rows in buffers.x."""
+def ask(model, heads, moving, buffers, layer, place_of_layer, count, board):
+    """Has a helper name what `layer` will probably choose for the `count` rows in buffers.x."""
     rows, task, jobs = min(count, MOST_ROWS), heads.task, moving.jobs
     for row in range(rows):  # buffers.x changes under who names
         rms_norm(buffers.x[row], heads.ones, model.eps, heads.normed[row])
     task[LAYER], task[PLACE], task[ROWS], task[POSTED] = layer, place_of_layer, rows, clock_ns()
     put(address_of(task), QUEUED)
     add(waiting(jobs), 1)
-    if not awake(board) and begun(heads, jobs):
-        if name(model, heads, moving, experts, buffers.order):
-            wake(board)
-        put(address_of(task), DONE)
+    wake(board)
 
 
 @compiled()
@@ -104,7 +101,7 @@ def settled(heads, moving):
 
 @compiled()
 def name(model, heads, moving, experts, order):
-    """Does the task: names experts and offers copies. Returns how many of those."""
+    """Does the task: names experts and offers copies."""
     layer, place_of_layer, rows = heads.task[LAYER], heads.task[PLACE], heads.task[ROWS]
     rank(model, heads, order, layer, rows)
     heads.missed[:] = 1.0
@@ -117,7 +114,7 @@ def name(model, heads, moving, experts, order):
         expert = number[moving.named[i]]
         moving.hinted[expert] = True
         table.predicted[expert] = 1.0 - heads.missed[moving.named[i]] >= PREDICTED
-    return wish(heads, moving, number, layer, place_of_layer, found)
+    wish(heads, moving, number, layer, place_of_layer, found)
 
 
 @compiled()
@@ -176,9 +173,9 @@ def sort_likely(missed, names):
 
 @compiled()
 def wish(heads, moving, number, layer, place_of_layer, found):
-    """Has missing ones copied: as many as there is time for, none in place of what is needed sooner. Returns how many."""
+    """Has missing ones copied: as many as there is time for, none in place of what is needed sooner."""
     table, jobs = moving.table, moving.jobs
-    each, posted, left = jobs.numbers[EACH_NS], 0, heads.pace[layer] - (clock_ns() - heads.task[POSTED])
+    each, left = jobs.numbers[EACH_NS], heads.pace[layer] - (clock_ns() - heads.task[POSTED])
     for i in range(found):
         expert, chance = number[moving.named[i]], 1.0 - heads.missed[moving.named[i]]
         if table.slot_of[expert] != NOWHERE:
@@ -189,8 +186,6 @@ def wish(heads, moving, number, layer, place_of_layer, found):
         slot = place(table, expert, calls_until(table, place_of_layer, chance), False)
         if slot != NOWHERE:
             offer(jobs, expert, slot)
-            posted += 1
-    return posted
 
 
 @compiled()

@@ -46,16 +46,6 @@ def add(context, address, value):
 
 
 @intrinsic
-def swap(context, address, value):
-    """Puts an int64 there and returns what was there."""
-
-    def generate(ctx, b, signature, arguments):
-        return b.atomic_rmw("xchg", _word(b, arguments[0]), arguments[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic
 def replace(context, address, expected, value):
     """Puts an int64 there if `expected` is there; whether it did."""
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from forefetch.kernels.compiled.atomics import add, get, give_way, hear, put, replace, ring, swap
+from forefetch.kernels.compiled.atomics import add, get, give_way, hear, put, replace, ring
 from forefetch.kernels.compiled.simd import address_of, clock_ns
 from forefetch.kernels.compiled.toolchain import SPLIT_NS, compiled
 
@@ -26,7 +26,9 @@ TICKET, NEVER, DONE, HELPERS, KIND, ARGUMENTS, STEP, FIRST_HELPER = 0, 1, 8, 16,
 """Words: the job's number and what is left of it in one, a word that is always 0, items done, C, the job's kind, what it needs,
 and what all jobs of a layer need; then 8 for each helper."""
 ASLEEP, PIPE, TAKEN = 0, 1, 3
-"""Of a helper: whether it sleeps; where one writes to wake it, then where it reads; items that it has done."""
+"""Of a helper: whether it sleeps (1), or has been rung and is not up yet (RUNG); where one writes to wake it, then where it
+reads; items that it has done."""
+RUNG = 2
 LEFT = np.int64(0xFFFFFFFF)  # the part of a ticket that counts items
 SPIN_NS = 100_000
 """How long a helper looks for the next job before it sleeps: longer than a step does without helpers between two jobs."""
@@ -50,11 +52,11 @@ def shared(board, ns):
 
 @compiled()
 def awake(board):
-    """Whether any helper is."""
+    """Whether any helper is up."""
+    up = 0
     for helper in range(board[HELPERS]):
-        if not get(address_of(board) + 8 * (FIRST_HELPER + 8 * helper + ASLEEP)):
-            return True
-    return False
+        up += get(address_of(board) + 8 * (FIRST_HELPER + 8 * helper + ASLEEP)) == 0
+    return up > 0
 
 
 @compiled()
@@ -62,7 +64,7 @@ def wake(board):
     """Wakes helpers that sleep."""
     for helper in range(board[HELPERS]):
         at = FIRST_HELPER + 8 * helper
-        if get(address_of(board) + 8 * (at + ASLEEP)) and swap(address_of(board) + 8 * (at + ASLEEP), 0):
+        if replace(address_of(board) + 8 * (at + ASLEEP), 1, RUNG):
             ring(board[at + PIPE])
 
 
@@ -112,7 +114,7 @@ def rest(board, helper, more):
         if get(at + 8 * TICKET) & LEFT or get(more):
             return True
     put(mine + 8 * ASLEEP, 1)
-    if (get(at + 8 * TICKET) & LEFT or get(more)) and swap(mine + 8 * ASLEEP, 0):
+    if (get(at + 8 * TICKET) & LEFT or get(more)) and replace(mine + 8 * ASLEEP, 1, 0):
         return True  # posted after the last look, and nobody has rung
     heard = hear(board[FIRST_HELPER + 8 * helper + PIPE + 1])
     put(mine + 8 * ASLEEP, 0)

@@ -9,7 +9,7 @@ from numba import carray
 
 from forefetch.kernels.compiled.ahead import SECOND, ask, help_naming, learn, settled
 from forefetch.kernels.compiled.copier import help_copying, waiting
-from forefetch.kernels.compiled.crew import FIRST_HELPER, KIND, NEVER, TAKEN, finish, join, post, rest, shared, take
+from forefetch.kernels.compiled.crew import FIRST_HELPER, KIND, NEVER, TAKEN, finish, join, post, rest, shared, take, wake
 from forefetch.kernels.compiled.experts import combine, expert, sort_pairs
 from forefetch.kernels.compiled.layer import GATE, NOTHING, SHARED, W2, W13, WIDTH, added, attended, gate, laid_out, one_of
 from forefetch.kernels.compiled.linear import PRODUCT, product, product_panel
@@ -58,11 +58,12 @@ def layers(model, tables, rows, buffers, experts, mlp, load, times, moving, head
     Where experts move, `heads` name them ahead if `naming`.
     """
     count, place = len(rows.slots), 0
+    wake(board)  # takes a while, and the first layer is long enough to need them
     for layer in range(len(tables)):
         table, stamps = tables[layer], times[layer]
         stamps[0] = stamps[6] = clock_ns()
         if naming and heads.tables[layer, SECOND]:
-            ask(model, heads, moving, experts, buffers, layer, place, count, board)
+            ask(model, heads, moving, buffers, layer, place, count, board)
             stamps[6] = clock_ns()
         attended(model, table, rows, buffers, board)
         stamps[1] = clock_ns()

@@ -46,6 +46,22 @@ def close_call(moving, counts):
 
 
 @compiled()
+def account(counts, ends, before, out):
+    """out [L, 4:8] = what each layer's call wasted and copied, the time of that, and of waiting for it.
+
+    before, ends [3]: GONE, COPIED and COPY_NS when the step before and this one ended; what came after the last call is the
+    last layer's. `before` becomes `ends`.
+    """
+    for column in range(3):
+        for layer in range(len(counts)):
+            now = ends[column] if layer == len(counts) - 1 else counts[layer, GONE + column]
+            out[layer, 4 + column] = max(0, now - before[column])  # dense layers have zeros
+            before[column] = max(now, before[column])
+    for layer in range(len(counts)):
+        out[layer, 7] = counts[layer, STALL_NS]
+
+
+@compiled()
 def close_step(moving):
     """Nothing is on its way any more."""
     give_up(moving.jobs, moving.copies, moving.table, False)
