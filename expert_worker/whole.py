@@ -105,7 +105,7 @@ class WholeExperts:
         jobs = self._jobs.numbers
         ends = np.array((moving.table.numbers[slots.WASTED], jobs[copier.BYTES], jobs[copier.SPENT_NS]))
         out[:, :4] = moving.counts[:, : visit.RESIDENT + 1]
-        visit.account(moving.counts, ends, self._before, out)
+        visit.account(moving.counts, ends, self._before, out)  # type: ignore[no-untyped-call]
         out[:, 4] *= self._experts.host.stride if self._experts.host else 0
 
     def evaluated(self, calls: int, rows: int, pairs: int, compute_ns: int, copy_wait_ns: int, found: npt.ArrayLike) -> None:
