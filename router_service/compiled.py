@@ -179,7 +179,7 @@ class Front:
     def __init__(self, compiled: CompiledTrunk, batch: StepBatch) -> None:
         self._compiled, self._batch = compiled, batch
         trunk = compiled.trunk
-        cos, sin = (part[:, 0].numpy() for part in trunk.rope.tables(batch.positions, torch.float32))
+        cos, sin = trunk.rope.rows(batch.positions)
         table = np.ascontiguousarray(batch.page_table.numpy())
         self.rows = layer.Rows(batch.slots.numpy(), np.array(batch.lengths), table, cos, sin)
 

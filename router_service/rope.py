@@ -9,10 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from forefetch.kernels.qkv import tables
 from forefetch.spec import RopeSpec
+
+Floats = npt.NDArray[np.float32]
 
 
 class Rope:
@@ -26,6 +30,12 @@ class Rope:
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """positions [T] -> cos, sin [T, 1, D], both halves filled, ready to broadcast over heads."""
         return tables(positions, self.frequencies, self.attention_factor, dtype)
+
+    def rows(self, positions: torch.Tensor) -> tuple[Floats, Floats]:
+        """The same on a CPU as arrays [T, D]: PyTorch shares even so few numbers among its threads, and waits for them."""
+        angles = positions.numpy().astype(np.float32)[:, None] * self.frequencies.numpy()
+        angles, factor = np.concatenate((angles, angles), axis=-1), np.float32(self.attention_factor)
+        return np.cos(angles) * factor, np.sin(angles) * factor
 
 
 def _scaled(spec: RopeSpec, base: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, float]:
