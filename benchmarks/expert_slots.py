@@ -66,7 +66,7 @@ def prompts(model: Path, streams: int, first: int) -> list[str]:
     texts = [(model / "heldout" / f"{name}.txt").read_text().split("<|endoftext|>\n") for name in TEXTS]
     found = []
     for i in range(first, first + streams):
-        documents = texts[i % len(texts)][1:]
+        documents = [text for text in texts[i % len(texts)][1:] if text.strip()]
         found.append(documents[i // len(texts) % len(documents)][:PROMPT_CHARACTERS])
     return found
 

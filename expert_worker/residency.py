@@ -69,6 +69,7 @@ class Residency:
         self.errors: dict[int, Exception] = {}  # demanded, and failed
         self.copied = Copied()
         self.flying = 0  # copies that the copier has under way
+        self.lent = False  # to a step's helpers, from its end to the next one's beginning
         self.absent: set[int] = set()  # experts that are not in host memory either: nothing may be wished for them
         self._last_ns = 0
         self._told = (0, 0, 0)
@@ -99,6 +100,20 @@ class Residency:
             now = self.slots.wasted * self.expert_bytes, self.copied.bytes, self.copied.ns
             told, self._told = self._told, now
         return now[0] - told[0], now[1] - told[1], now[2] - told[2]
+
+    def lend(self) -> bool:
+        """Nobody here moves experts until `take_back`: whoever asked does. False, and nothing is lent, while copies are under
+        way."""
+        with self.changed:
+            self.lent = not (self.flying or self.demanded)
+        return self.lent
+
+    def take_back(self) -> None:
+        """Whoever was lent the experts moves none any more."""
+        with self.changed:
+            self.lent = False
+            if self.later:
+                self.changed.notify_all()
 
     @contextmanager
     def still(self) -> Iterator[None]:
@@ -191,6 +206,8 @@ class Residency:
 
     def _next(self) -> tuple[int, bool] | None:
         """(expert, prefetched) to copy now; it has a slot."""
+        if self.lent:
+            return None
         if self.demanded:
             self.flying += 1
             return self.demanded.popleft(), False

@@ -96,8 +96,18 @@ class WholeExperts:
             yield
             return
         with self._residency.still():
+            self._residency.lent = False  # the step takes the slots back first thing
             self._residency.prefetcher.arrived("", step, len(self._experts.layers))
             yield
+
+    def lend(self) -> bool:
+        """Lends helpers all slots until the next `still` or `take_back`; False if that cannot be just now."""
+        return self._residency is not None and self._residency.lend()
+
+    def take_back(self) -> None:
+        """The slots' own threads may go on."""
+        if self._residency is not None:
+            self._residency.take_back()
 
     def verified(self, moving: visit.Moving, out: npt.NDArray[np.int64]) -> None:
         """Fills out [L, 8] after a step: hits, late, misses, resident, wasted and copied bytes, time of copies, and of waiting

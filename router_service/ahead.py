@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from forefetch.kernels.compiled import ahead, visit
+from forefetch.kernels.compiled import ahead
 from forefetch.kernels.compiled.linear import Packed, padded
 from forefetch.telemetry.ring import StepStamps
 from router_service.hints import Hints
@@ -57,15 +57,14 @@ class CompiledHeads:
         """Whether the step that was begun is to name experts."""
         return self._hints is not None and self._hints.naming
 
-    def stamp(self, stamps: StepStamps, counts: Longs, times: Longs) -> None:
-        """Writes down what a step's heads took and came to; `counts` as in `visit`, `times` as in `step`."""
+    def stamp(self, stamps: StepStamps, layer: int, own_ns: int, chosen: int, named: int, found: int) -> None:
+        """Writes down what a layer's naming took of the step, and what it came to; 0 ns: foresight named before the step."""
         assert self._hints is not None
-        for layer in np.flatnonzero(self.heads.tables[:, ahead.SECOND]).tolist():
-            named, found = counts[layer, visit.NAMED : visit.FOUND + 1].tolist()
-            stamps.lookahead(layer, int(times[layer, 6] - times[layer, 0]), 0)
-            if named:
-                stamps.hints(layer, int(times[layer, 5]), named, found, 0, 0, 0, 0, named, found)
-                self._hints.sent += 1
+        if own_ns:
+            stamps.lookahead(layer, own_ns, 0)
+        if named:
+            stamps.hints(layer, chosen, named, found, 0, 0, 0, 0, *((named, found) if own_ns else (0, 0)))
+            self._hints.sent += 1
 
     def _fill(self, row: Longs, one: Ranking) -> None:
         second, offset = Packed.of(one.second.bfloat16()), one.offset.float().contiguous()

@@ -7,6 +7,7 @@ streams are served meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from forefetch.kernels.compiled import layer, step
+from forefetch.kernels.compiled import layer, step, visit
 from forefetch.kernels.compiled.crew import Crew
 from forefetch.kernels.compiled.linear import Packed, padded
 from forefetch.kernels.compiled.locks import compiling, helpers
@@ -24,7 +25,9 @@ from forefetch.kernels.few_rows import Matrix
 from forefetch.telemetry.ring import StepStamps
 from router_service.ahead import CompiledHeads
 from router_service.batch import StepBatch
+from router_service.between import Between, foresight_of
 from router_service.cache import KvCache
+from router_service.compiled_sizes import buffers_of, mlp_of, model_of
 from router_service.hints import Hints
 from router_service.layers import Layer
 from router_service.trunk import Experts, Observer, Trunk
@@ -65,16 +68,20 @@ class CompiledTrunk:
         hints: Hints | None = None,
     ) -> None:
         self.trunk, self.cache, self.max_rows = trunk, trunk.cache, max_rows
-        self.weights, self.model = Weights(trunk), _model(trunk)
-        self.buffers = _buffers(self.model, max_rows)
+        self.weights, self.model = Weights(trunk), model_of(trunk)
+        self.buffers = buffers_of(self.model, max_rows)
         self._workers, self._local, self._halves_from = workers, local, halves_from
         self._experts = experts = local.experts.room(max_rows) if local else None
         self._moving = moving = local.experts.moving(trunk.spec.layers) if local else None
-        self._ahead, self._naming = CompiledHeads(trunk, max_rows, hints if moving and moving.any else None), False
-        seen = self.model, self.buffers, experts, moving, self._ahead.heads
+        hints = hints if moving and moving.any else None
+        self._ahead, self._naming = CompiledHeads(trunk, max_rows, hints), False
+        self._between, self._rows = Between(trunk, max_rows, foresight_of(trunk, hints)), 0
+        seen = self.model, self.buffers, experts, moving, self._ahead.heads, self._between.seen
         # Workers in other processes need a core while this one computes.
         self._crew = Crew(helpers(0 if local else 1), lambda board, number: step.assist(board, number, *seen))
-        self._mlp = _mlp(trunk, max_rows)
+        if hints is not None and self._between.any and self._crew.helpers:
+            hints.foresee = self.foresee
+        self._mlp = mlp_of(trunk, max_rows)
         self._times: Longs = np.zeros((trunk.spec.layers, step.TIMES), dtype=np.int64)
         self._logits: Floats = np.zeros((max_rows, padded(trunk.spec.vocab_size)), dtype=np.float32)
 
@@ -87,6 +94,9 @@ class CompiledTrunk:
         rows = layer.Rows(nobody, nobody, np.zeros((0, 1), dtype=np.int64), none, none)
         with compiling():
             self._layers(rows, 0)
+            if self._moving is not None and self._moving.any:
+                self.foresee([])
+                self._still()
             if self._local is None or observed:
                 table = self.weights.tables[trunk.spec.moe_layers[0]]
                 layer.attended(self.model, table, rows, self.buffers, self.board)
@@ -98,19 +108,33 @@ class CompiledTrunk:
         """As Trunk.forward. Logits are valid until the next one."""
         count = len(batch.token_ids)
         if batch.decodes < count or count > self.max_rows:
+            self._still()
             return self.trunk.forward(batch, experts, stamps, observer)
         front = Front(self, batch)
         if self._local is None and halved(batch, observer, self._halves_from):
             return in_turns(self.trunk, batch, experts, stamps, lambda part: Front(self, part), front.logits)
         if self._local is None or observer is not None:
+            self._still()
             return self.trunk.forward(batch, experts, stamps, observer, front)
         self.buffers.x[:count] = self.trunk.embedded(batch).numpy()
         self._layers(front.rows, batch.step)
+        self._rows = count
         self._stamp(stamps, self._local, count)
         started = perf_counter_ns()
         logits = front.logits()
         stamps.head(perf_counter_ns() - started)
         return logits
+
+    def foresee(self, tokens: Sequence[int]) -> None:
+        """The step that was computed last chose these: has helpers bring in what the next one will probably need."""
+        if self._local is not None and self._moving is not None and len(tokens) == self._rows:
+            self._between.expect(tokens, self.buffers, self._local.experts, self._moving, self.board)
+
+    def _still(self) -> None:
+        """Before experts are called in any other way than by `_layers`: helpers move none any more."""
+        self._rows = 0
+        if self._local is not None and self._moving is not None and self._moving.any:
+            self._between.abandon(self._local.experts, self._moving)
 
     def confirm(self, step: int) -> None:
         """`forward` has raised already what went wrong."""
@@ -139,7 +163,8 @@ class CompiledTrunk:
             return
         self._moving.counts[:] = 0
         self._naming = self._ahead.naming and self._crew.helpers > 0  # without help copies would only come sooner
-        ahead = self._moving, self._ahead.heads, self._naming
+        within = self._naming and not self._between.any
+        ahead = self._moving, self._ahead.heads, self._between.seen, within
         whole = self._experts, self._mlp, self._workers.load, self._times, *ahead, self.board
         with self._local.experts.still(number):
             step.layers(self.model, self.weights.tables, rows, self.buffers, *whole)
@@ -149,15 +174,16 @@ class CompiledTrunk:
         index, spent, waits = local.worker.index, 0, 0
         moe, pairs = self.trunk.spec.moe_layers, rows * self.trunk.spec.top_k
         verified = self._verified(local)
+        told = self._moving.counts[:, visit.NAMED : visit.FOUND + 1].tolist() if self._moving and self._naming else ()
         for number, (start, seen, chosen, back, end, found, named) in enumerate(self._times.tolist()):
             stamps.layer(number, start, seen - named, chosen - seen, back - chosen, end - back)
+            if found and told:
+                self._ahead.stamp(stamps, number, named - start, found, *told[number])
             if found:
                 *counts, stall = verified[number].tolist()
                 stamps.call(number, index, rows, back - chosen, 0, stall, back - chosen - stall)
                 stamps.verified(number, index, *counts, 0)
                 spent, waits = spent + back - chosen - stall, waits + stall
-        if self._moving is not None and self._naming:
-            self._ahead.stamp(stamps, self._moving.counts, self._times)
         local.worker.calls += len(moe)
         local.worker.pairs += pairs * len(moe)
         local.worker.copies |= bool(verified[:, :3].any())
@@ -250,40 +276,3 @@ def takes(trunk: Trunk) -> bool:
     spec, cache = trunk.spec, trunk.cache
     dense = isinstance(cache, KvCache) and cache.dtype == torch.float32
     return dense and trunk.dtype == torch.float32 and trunk.embedding.is_cpu and spec.head_dim % 2 == 0
-
-
-def _model(trunk: Trunk) -> layer.Model:
-    spec, cache = trunk.spec, trunk.cache
-    assert isinstance(cache, KvCache)
-    norm = {"none": layer.NO_NORM, "head": layer.HEAD_NORM, "full": layer.FULL_NORM}[spec.qk_norm]
-    clip = np.inf if spec.clip_qkv is None else spec.clip_qkv
-    sizes = spec.hidden_size, spec.heads, spec.kv_heads, spec.head_dim, spec.num_experts, spec.top_k
-    over_chosen = spec.gate_rule == "topk_softmax" or spec.renormalise
-    rules = (np.float32(value) for value in (spec.rms_eps, spec.attention_scale, spec.residual_multiplier, clip))
-    return layer.Model(*sizes, cache.page_size, cache.k[0].shape[1], norm, over_chosen, *rules)
-
-
-def _buffers(model: layer.Model, rows: int) -> layer.Buffers:
-    def floats(columns: int) -> Floats:
-        return np.zeros((rows, columns), dtype=np.float32)
-
-    inner, pairs = model.heads * model.dim, rows * model.top_k
-    return layer.Buffers(
-        x=floats(model.hidden),
-        normed=floats(model.hidden),
-        qkv=floats(padded(inner + 2 * model.kv_heads * model.dim)),
-        attended=floats(inner),
-        product=floats(padded(model.hidden)),
-        logits=floats(padded(model.experts)),
-        ids=np.zeros((rows, model.top_k), dtype=np.int64),
-        weights=floats(model.top_k),
-        order=np.arange(max(pairs, model.experts, model.heads)),
-    )
-
-
-def _mlp(trunk: Trunk, rows: int) -> step.Mlp:
-    """Room for the widest MLP that every row goes through."""
-    widths = {len(mlp.w2) for one in trunk.layers if (mlp := one.dense or one.shared)} or {1}
-    width, hidden = max(widths), trunk.spec.hidden_size
-    shapes = (rows, padded(2 * width)), (rows * width,), (rows, padded(hidden))
-    return step.Mlp(*(np.zeros(shape, dtype=np.float32) for shape in shapes))

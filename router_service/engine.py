@@ -217,6 +217,8 @@ class Engine:
     def _land(self, flight: Flight) -> None:
         """Reads a step's tokens and hands them out. LinkDown: there are none, nothing has changed."""
         sampled = flight.read()
+        if self.parts.hints:
+            self.parts.hints.landed(sampled.ids)
         flight.commit(self.parts.trunk.cache)
         began, forwarded, ended = flight.times(self._landed_ns)
         self._landed_ns = ended

@@ -67,7 +67,8 @@ class Hints:
         self.sent = self.failures = 0
         self._recorded = self._within = self._carried = False
         self.naming = False  # heads run inside the compiled step that was begun
-        self._heads, self._dispatch, self._workers, self._clock = heads, dispatch, dispatch.workers, clock
+        self.foresee: Callable[[Sequence[int]], None] | None = None  # what a compiled step's tokens are told to
+        self.heads, self._dispatch, self._workers, self._clock = heads, dispatch, dispatch.workers, clock
         spec = dispatch.workers.spec
         self._experts = spec.num_experts
         self._pace, self._failed_in_a_row = Pace(spec.moe_layers), 0
@@ -79,7 +80,7 @@ class Hints:
     def record(self) -> Heads:
         """The heads, for recorded steps: from now on those run them, and no hints are sent."""
         self._recorded = True
-        return self._heads
+        return self.heads
 
     def compile(self) -> Heads:
         """The heads, for compiled decode steps: from now on those run them by themselves, if `naming` says so, unless the
@@ -87,7 +88,7 @@ class Hints:
         self._within = True
         if self._trial is not None:
             self._trial = Trial((OFF, PLAIN))
-        return self._heads
+        return self.heads
 
     def carry(self) -> Heads:
         """The heads, for steps over lanes: those call `chosen` or `carried` while they run, and have no observer."""
@@ -155,6 +156,11 @@ class Hints:
         """Names the next layer's again."""
         self._guarded(lambda step: self._returned(step, layer, x))
 
+    def landed(self, tokens: Sequence[int]) -> None:
+        """The step chose these tokens, one for each row that chose; the next one will begin with them."""
+        if self.naming and self.foresee is not None:
+            self.foresee(tokens)
+
     def learn(self, timings: Timings) -> None:
         """The step is done. What it waited for copies and heads, over all else it did, is what ways are compared by."""
         if self._trial is not None and self._decodes and any(worker.copies for worker in self._workers.rows):
@@ -191,14 +197,14 @@ class Hints:
         walk = attend if self._walks(step) else None
         if walk is None:
             x, ids, weights = (self._picked(step, part) for part in (x, ids, weights))
-        named = self._heads.predict(layer, x, ids, weights, walk)
+        named = self.heads.predict(layer, x, ids, weights, walk)
         self._answer(step, layer, named, (NEXT, SECOND))
 
     def _returned(self, step: HintedStep, layer: int, x: torch.Tensor) -> None:
         self._pace.returned(layer, self._clock())
         if self._walks(step):
             return
-        hint = self._heads.refine(layer, self._picked(step, x))
+        hint = self.heads.refine(layer, self._picked(step, x))
         if hint is not None:
             self._answer(step, layer, [hint], (AGAIN,))
 

@@ -17,6 +17,8 @@ from forefetch.kernels.qkv import tables
 from forefetch.spec import RopeSpec
 
 Floats = npt.NDArray[np.float32]
+FEWEST_ROWS, MOST_ROWS = 1024, 16_384
+"""Positions whose cosines and sines `Rope.rows` keeps, from the one to the other as needed: 16 MiB at a head dim of 128."""
 
 
 class Rope:
@@ -26,16 +28,24 @@ class Rope:
         base = 1.0 / spec.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)  # [D/2]
         frequencies, self.attention_factor = _scaled(spec, base, head_dim)
         self.frequencies = frequencies.to(device)
+        self._rows: tuple[Floats, Floats] = np.zeros((0, head_dim), np.float32), np.zeros((0, head_dim), np.float32)
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """positions [T] -> cos, sin [T, 1, D], both halves filled, ready to broadcast over heads."""
         return tables(positions, self.frequencies, self.attention_factor, dtype)
 
     def rows(self, positions: torch.Tensor) -> tuple[Floats, Floats]:
-        """The same on a CPU as arrays [T, D]: PyTorch shares even so few numbers among its threads, and waits for them."""
-        angles = positions.numpy().astype(np.float32)[:, None] * self.frequencies.numpy()
-        angles, factor = np.concatenate((angles, angles), axis=-1), np.float32(self.attention_factor)
-        return np.cos(angles) * factor, np.sin(angles) * factor
+        """The same on a CPU as arrays [T, D], looked up: PyTorch computes even one row on several threads, and waits."""
+        places = positions.numpy()
+        needed = int(places.max(initial=0)) + 1
+        if needed > MOST_ROWS:
+            cos, sin = self.tables(positions, torch.float32)
+            return cos[:, 0].numpy(), sin[:, 0].numpy()
+        if needed > len(self._rows[0]):
+            count = min(max(FEWEST_ROWS, 2 * needed), MOST_ROWS)
+            cos, sin = self.tables(torch.arange(count), torch.float32)
+            self._rows = cos[:, 0].numpy(), sin[:, 0].numpy()
+        return self._rows[0][places], self._rows[1][places]
 
 
 def _scaled(spec: RopeSpec, base: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, float]:

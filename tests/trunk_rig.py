@@ -95,7 +95,10 @@ class Rig:
         timings = stamps.finish(1, 0, len(plan.chunks), plan.tokens)
         if self.hints is not None:
             self.hints.learn(timings)
-        self.scheduler.commit(plan, logits.argmax(-1).tolist())
+        ids = logits.argmax(-1).tolist()
+        if self.hints is not None:
+            self.hints.landed(ids)
+        self.scheduler.commit(plan, ids)
         for chunk in plan.chunks:
             if chunk.request.generated == chunk.request.admitted.max_tokens:
                 self.scheduler.remove(chunk.request, 0.0)

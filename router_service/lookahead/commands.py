@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forefetch.errors import ConfigError, UnsupportedModel
-from router_service.lookahead import corpus, store
+from router_service.lookahead import corpus, foresight, store
 from router_service.lookahead.calibrate import Walker
 from router_service.lookahead.corpus import Chunk
 from router_service.lookahead.estimate import Estimator
@@ -73,6 +73,7 @@ def train(source: Source, generate: int, temperature: float, options: Options, c
         recorder = _record(runner, texts + own, bars)
         trace = recorder.trace
         trained = Trained(recorder.mean_outputs(), {n: load / trace.rows for n, load in recorder.load.items()})
+        trained.foresight = foresight.fit(runner.trunk, trace)
         learn(runner, trace, trained, options, bars)
         aside = corpus.kept_aside(texts + own)
         _calibrate(runner, [chunk for chunk in texts if chunk.document in aside], trained, bars)

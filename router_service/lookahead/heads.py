@@ -24,6 +24,7 @@ from torch import Tensor
 from forefetch.kernels.gate import choose
 from router_service.lookahead.estimate import Estimator, Network
 from router_service.lookahead.folded import Ahead, Behind, Corrections
+from router_service.lookahead.foresight import Foresight
 from router_service.trunk import Attend, Trunk
 
 EXTRA = 2  # experts named beyond the top-k
@@ -66,8 +67,8 @@ class Ranking:
 class Lookahead:
     """Makes hints out of an estimator and heads, on the trunk's device in its dtype."""
 
-    def __init__(self, trunk: Trunk, estimator: Estimator, heads: Heads) -> None:
-        self.spec, self.estimator, self._heads = trunk.spec, estimator, heads
+    def __init__(self, trunk: Trunk, estimator: Estimator, heads: Heads, foresight: Foresight | None = None) -> None:
+        self.spec, self.estimator, self._heads, self.foresight = trunk.spec, estimator, heads, foresight
         moe = trunk.spec.moe_layers
         self.targets = {layer: moe[place + 1 : place + 3] for place, layer in enumerate(moe)}
         self._behind: dict[int, Behind] = {}

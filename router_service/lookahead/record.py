@@ -31,6 +31,8 @@ class Trace:
         self.ids = buffers(spec.top_k, torch.int16)
         self.weights = buffers(spec.top_k, torch.float16)
         self.held_in = torch.empty(capacity, dtype=torch.bool, device=device)
+        self.tokens = torch.empty(capacity, dtype=torch.int64, device=device)
+        self.follows = torch.empty(capacity, dtype=torch.bool, device=device)  # the row before is the position before
 
 
 class Recorder:
@@ -54,7 +56,10 @@ class Recorder:
         trace = self.trace
         end = min(trace.rows + len(flags), trace.capacity)
         self._place = slice(trace.rows, end)
-        trace.held_in[self._place] = torch.tensor(flags[: end - trace.rows], device=trace.held_in.device)
+        tokens = [token for chunk in group for token in chunk.ids]
+        follows = [place > 0 for chunk in group for place in range(len(chunk.ids))]
+        for kept_of, values in ((trace.held_in, flags), (trace.tokens, tokens), (trace.follows, follows)):
+            kept_of[self._place] = torch.tensor(values[: end - trace.rows], dtype=kept_of.dtype, device=kept_of.device)
         kept, trace.rows = end - trace.rows, end
         return kept
 

@@ -1,9 +1,10 @@
 """`lookahead.safetensors`, beside the weights of the checkpoint that it was made for.
 
 Tensors: `outputs.<layer>` [E, H], `load.<layer>` [E] (share of tokens that chose an expert), `sketch.<layer>.<part>`,
-`head.<layer>.<distance>.<part>` for heads with a correction. Matrices are codes with float16 scales (`<name>.scale`, see
-`codes.py`): mean outputs in 8 bits, all others in 4. Vectors are float16. Metadata: format, the model's digest, the matrices'
-columns, and one JSON list with what else is known per head.
+`head.<layer>.<distance>.<part>` for heads with a correction, `foresight.weight` [2H, L E] and `foresight.offset` if there is
+one. Matrices are codes with float16 scales (`<name>.scale`, see `codes.py`): mean outputs and foresight in 8 bits, others in 4.
+Vectors are float16. Metadata: format, the model's digest, the matrices' columns, the foresight's recall, and one JSON list
+with what else is known per head.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from forefetch.errors import Mismatch
 from router_service.lookahead.codes import eight_bits, four_bits, values_of
 from router_service.lookahead.estimate import Estimator, Network
+from router_service.lookahead.foresight import Foresight
 from router_service.lookahead.heads import Head, Lookahead
 from router_service.lookahead.sketch import Sketch
 from router_service.trunk import Trunk
@@ -41,10 +43,11 @@ class Trained:
     sketches: dict[int, Sketch] = field(default_factory=dict)
     heads: dict[tuple[int, int], Head] = field(default_factory=dict)
     recall: dict[tuple[int, int], float] = field(default_factory=dict)  # slots@k+2 on documents kept aside
+    foresight: Foresight | None = None
 
     def on(self, trunk: Trunk) -> Lookahead:
         """Ready to run."""
-        return Lookahead(trunk, Estimator(trunk, self.outputs, self.sketches), self.heads)
+        return Lookahead(trunk, Estimator(trunk, self.outputs, self.sketches), self.heads, self.foresight)
 
 
 def save(trained: Trained, folder: Path, digest: str) -> Path:
@@ -59,8 +62,12 @@ def save(trained: Trained, folder: Path, digest: str) -> Path:
         facts.append(fact | {"scale": head.scale, "shift": head.shift, "slots@k+2": trained.recall.get((layer, distance))})
         if head.correction is not None:
             tensors |= _parts(f"head.{layer}.{distance}.", head.correction)
+    if trained.foresight is not None:
+        tensors |= {"foresight.weight": trained.foresight.weight, "foresight.offset": trained.foresight.offset}
     columns = {name: tensor.shape[1] for name, tensor in tensors.items() if tensor.dim() == 2}
     facts_of_all = {"format": FORMAT, "model": digest}
+    if trained.foresight is not None:
+        facts_of_all["foresight"] = json.dumps(trained.foresight.recall)
     path, metadata = folder / NAME, facts_of_all | {"heads": json.dumps(facts), "columns": json.dumps(columns)}
     save_file(_packed(tensors), path, metadata)
     return path
@@ -87,9 +94,10 @@ def load(folder: Path, digest: str, moe_layers: tuple[int, ...]) -> Trained:
         outputs = {n: tensors[f"outputs.{n}"] for n in moe_layers[:-1]}
         sketched = [n for n in moe_layers if f"sketch.{n}.inner" in tensors]
         sketches = {n: Sketch(*(tensors[f"sketch.{n}.{part}"] for part in SKETCH_PARTS)) for n in sketched}
+        foresight = _foresight(metadata, tensors)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise Mismatch(f"{NAME}: cannot be read ({type(error).__name__})") from error
-    return Trained(outputs, shares, sketches, heads, recall)
+    return Trained(outputs, shares, sketches, heads, recall, foresight)
 
 
 def _parts(prefix: str, network: Network | Sketch) -> dict[str, Tensor]:
@@ -106,7 +114,7 @@ def _packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         values = tensor.detach().to("cpu", torch.float32).contiguous()
         if values.dim() == 2:
-            pack = eight_bits if name.startswith("outputs.") else four_bits
+            pack = eight_bits if name.startswith(("outputs.", "foresight.")) else four_bits
             found[name], found[name + ".scale"] = pack(values)
         else:
             found[name] = values.to(torch.float16)
@@ -126,6 +134,12 @@ def _facts(metadata: dict[str, str], digest: str) -> list[dict[str, Any]]:
         raise Mismatch(f"{NAME}: made for model {metadata['model'][:12]}, but this one is {digest[:12]}; train it again")
     facts: list[dict[str, Any]] = json.loads(metadata["heads"])
     return facts
+
+
+def _foresight(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Foresight | None:
+    if "foresight" not in metadata:
+        return None
+    return Foresight(tensors["foresight.weight"], tensors["foresight.offset"], float(json.loads(metadata["foresight"])))
 
 
 def _head(fact: dict[str, Any], tensors: Mapping[str, Tensor]) -> Head:

@@ -117,6 +117,20 @@ def test_what_a_hint_brought_in_time_is_a_hit(few: Experts, spec: ModelSpec) -> 
     assert verified == (0, 0, 0, 2, 0, 0, 0, 0), "there without a hint's help"
 
 
+def test_what_is_lent_nobody_moves(few: Experts, spec: ModelSpec) -> None:
+    residency = few.residency
+    assert residency is not None
+    assert residency.lend()
+    residency.later.append(1)
+    with residency.changed:
+        residency.changed.notify_all()
+    time.sleep(0.02)
+    assert residency.later == [1]
+    assert not residency.copied.bytes
+    residency.take_back()
+    until(lambda: not residency.later)
+
+
 def test_what_no_hint_named_is_a_miss(few: Experts, spec: ModelSpec) -> None:
     layer = spec.moe_layers[1]
     few.hint(a_hint(1, layer, [2]))

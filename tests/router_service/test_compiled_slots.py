@@ -19,16 +19,18 @@ from trunk_rig import Rig
 from expert_worker import client as expert
 from expert_worker.client import ExpertConfig
 from forefetch.kernels import compiled
+from forefetch.spec import ModelSpec
 from forefetch.telemetry.ring import HINT_COUNTS, VERIFIED
 from router_service.dispatch import Dispatch
 from router_service.hints import Hints
 from router_service.lookahead.estimate import Estimator
+from router_service.lookahead.foresight import Foresight
 from router_service.lookahead.heads import Lookahead
 from router_service.workers import Workers
 
 pytestmark = pytest.mark.skipif(not compiled.available(), reason="Numba is not installed")
 if compiled.available():
-    from forefetch.kernels.compiled import ahead, copier, step, visit
+    from forefetch.kernels.compiled import ahead, between, copier, step, visit
     from router_service.compiled import CompiledTrunk, Local
 
 PROMPTS = (3, 17, 8, 9, 23)
@@ -39,8 +41,11 @@ OVER = threading.Event()
 class SlotRig(Rig):
     """A Rig with a local worker whose slots are poisoned, and heads that are later layers' own gates."""
 
-    def __init__(self, folder: Path, slots: str, experts: str = "stored", hints: str = "plain") -> None:
+    def __init__(
+        self, folder: Path, slots: str, experts: str = "stored", hints: str = "plain", foresight: bool = False
+    ) -> None:
         super().__init__(folder)
+        self.foresight = foresight
         self.named = False  # in a compiled step
         config = ExpertConfig(model=str(folder), device="cpu", slots=slots, experts=experts)
         self.workers = Workers(self.spec, ["local"], lambda _address: expert.local(config))
@@ -52,7 +57,7 @@ class SlotRig(Rig):
         dispatch = Dispatch(self.workers, 5.0)
         self.experts = dispatch
         if hints != "off":
-            heads = Lookahead(self.trunk, Estimator(self.trunk, {}), {})
+            heads = Lookahead(self.trunk, Estimator(self.trunk, {}), {}, _some_foresight(self.spec) if foresight else None)
             self.hints = Hints(heads, dispatch, setting=hints, trained=False)
         whole = expert.whole_of(self.workers.rows[0].link)
         assert whole is not None
@@ -71,11 +76,17 @@ class SlotRig(Rig):
             if step == TOKENS // 2:
                 self.add(prompt[: PROMPTS[-1]], max_tokens=TOKENS)
             self.compiled._ahead.heads.pace[:] = 1e12  # so short a layer leaves no time for a copy
+            self.compiled._between.seen.task[between.PACE] = 10**12
             logits = self.step()
             if logits is None:
                 break
             found.append(logits.clone())
-            self.check()
+            if self.foresight:
+                time.sleep(0.001)  # or a step takes back what nobody has begun
+            else:
+                self.check()
+        self.compiled._still()
+        self.check()
         return found
 
     def check(self) -> None:
@@ -93,6 +104,12 @@ class SlotRig(Rig):
                 assert slot < 0 or table.expert_in[slot] == number
 
 
+def _some_foresight(spec: ModelSpec) -> Foresight:
+    """Names some experts of every layer, rightly or not, whatever the token."""
+    draw, outputs = torch.Generator().manual_seed(5), len(spec.moe_layers) * spec.num_experts
+    return Foresight(torch.randn(2 * spec.hidden_size, outputs, generator=draw) / 20, torch.full((outputs,), 0.4), 0.0)
+
+
 @pytest.fixture(scope="module")
 def folder(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("qwen3")
@@ -103,11 +120,12 @@ def resident(folder: Path) -> dict[str, list[Tensor]]:
     return {kind: SlotRig(folder, "100%", kind, "off").answers() for kind in ("stored", "int8", "int4")}
 
 
-def _slow(board: np.ndarray, number: int, model: Any, buffers: Any, experts: Any, moving: Any, heads: Any) -> None:
+def _slow(board: np.ndarray, number: int, model: Any, buffers: Any, experts: Any, moving: Any, heads: Any, seen: Any) -> None:
     """A helper that only names and copies, and takes its time."""
     draw, jobs = random.Random(number), moving.jobs
     while not OVER.is_set():
         ahead.help_naming(model, heads, moving, experts, buffers.order)
+        between.help_expecting(model, seen, moving, experts, buffers.order)
         for at in range(len(jobs.word)):
             if jobs.word[at] == copier.QUEUED:
                 time.sleep(draw.random() * 0.0005)
@@ -141,6 +159,32 @@ def test_slots_and_copies_change_no_bit(kind: str, copying: str, folder: Path, r
         for one, other in zip(found, resident[kind], strict=True):
             assert torch.equal(one, other), slots
         assert rig.core.verified.copied_bytes == rig.core.experts.copied.bytes > 0
+
+
+def test_foresight_changes_no_bit(copying: str, folder: Path, resident: dict[str, list[Tensor]]) -> None:
+    for slots in ("8", "50%"):
+        rig = SlotRig(folder, slots, "int8", foresight=True)
+        found = rig.answers()
+        assert len(found) == len(resident["int8"])
+        for one, other in zip(found, resident["int8"], strict=True):
+            assert torch.equal(one, other), slots
+        assert not rig.residency.lent  # type: ignore[union-attr]
+        assert not rig.compiled._moving.hinted.any()  # type: ignore[union-attr]
+
+
+def test_foresight_is_counted_for_what_it_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router_service.compiled.helpers", lambda _spare: 1)
+    rig = SlotRig(folder, "50%", foresight=True)
+    for _ in range(20):
+        rig.answers()
+        if rig.core.verified.hits:
+            break  # else its helper had no core
+    hits, late = rig.core.verified[:2]
+    totals = dict(zip(HINT_COUNTS, rig.ring.layer_totals().sum(axis=0).tolist(), strict=False))
+    assert hits > 0
+    assert hits + late == totals["found"] <= totals["named"]
+    assert rig.ring.layer_totals()[0, HINT_COUNTS.index("named")] > 0, "the first layer is foreseen too"
+    assert rig.core.verified.copied_bytes == rig.core.experts.copied.bytes > 0
 
 
 def test_counts_are_true(copying: str, folder: Path) -> None:

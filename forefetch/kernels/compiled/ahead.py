@@ -71,32 +71,32 @@ def ask(model, heads, moving, buffers, layer, place_of_layer, count, board):
 
 
 @compiled()
-def begun(heads, jobs):
-    """Whether the task is the caller's to do now."""
-    if not replace(address_of(heads.task), QUEUED, TAKEN):
+def begun(task, jobs):
+    """Whether a task, whose first word is its state, is the caller's to do now."""
+    if not replace(address_of(task), QUEUED, TAKEN):
         return False
     add(waiting(jobs), -1)
     return True
 
 
 @compiled()
-def help_naming(model, heads, moving, experts, order):
-    """A helper's: does the task, if nobody has begun it."""
-    if begun(heads, moving.jobs):
-        name(model, heads, moving, experts, order)
-        put(address_of(heads.task), DONE)
-
-
-@compiled()
-def settled(heads, moving):
-    """The table of slots and the ring of jobs are the engine's thread's again."""
-    at = address_of(heads.task)
-    if get(at) != FREE and not begun(heads, moving.jobs):
+def returned(task, jobs):
+    """Takes a task back or waits for its end: who made it has it again."""
+    at = address_of(task)
+    if get(at) != FREE and not begun(task, jobs):
         began = clock_ns()
         while get(at) != DONE:
             if clock_ns() - began > YIELD_NS:
                 give_way()
     put(at, FREE)
+
+
+@compiled()
+def help_naming(model, heads, moving, experts, order):
+    """A helper's: does the task, if nobody has begun it."""
+    if begun(heads.task, moving.jobs):
+        name(model, heads, moving, experts, order)
+        put(address_of(heads.task), DONE)
 
 
 @compiled()
@@ -109,12 +109,9 @@ def name(model, heads, moving, experts, order):
         add_row(heads, heads.logits[row, : model.experts], model.top_k, heads.scale[layer], heads.shift[layer])
     found = sort_likely(heads.missed, moving.named)
     moving.counts[layer, NAMED] = found
-    table, number = moving.table, experts.number[place_of_layer]
-    for i in range(found):
-        expert = number[moving.named[i]]
-        moving.hinted[expert] = True
-        table.predicted[expert] = 1.0 - heads.missed[moving.named[i]] >= PREDICTED
-    wish(heads, moving, number, layer, place_of_layer, found)
+    number, until = experts.number[place_of_layer], heads.task[POSTED] + heads.pace[layer]
+    mark(moving, heads.missed, number, found)
+    wish(moving, heads.missed, number, place_of_layer, found, FLOOR, until)
 
 
 @compiled()
@@ -172,12 +169,24 @@ def sort_likely(missed, names):
 
 
 @compiled()
-def wish(heads, moving, number, layer, place_of_layer, found):
-    """Has missing ones copied: as many as there is time for, none in place of what is needed sooner."""
-    table, jobs = moving.table, moving.jobs
-    each, left = jobs.numbers[EACH_NS], heads.pace[layer] - (clock_ns() - heads.task[POSTED])
+def mark(moving, missed, number, found):
+    """Keeps in mind which of a layer's experts, of these numbers, were named, and which are needed more likely than not."""
     for i in range(found):
-        expert, chance = number[moving.named[i]], 1.0 - heads.missed[moving.named[i]]
+        expert = number[moving.named[i]]
+        moving.hinted[expert] = True
+        moving.table.predicted[expert] = 1.0 - missed[moving.named[i]] >= PREDICTED
+
+
+@compiled()
+def wish(moving, missed, number, place_of_layer, found, least, until):
+    """Has missing ones copied that are as likely as `least`: as many as there is time for until then, none in place of what
+    is needed sooner."""
+    table, jobs = moving.table, moving.jobs
+    each, left = jobs.numbers[EACH_NS], until - clock_ns()
+    for i in range(found):
+        expert, chance = number[moving.named[i]], 1.0 - missed[moving.named[i]]
+        if chance < least:
+            break
         if table.slot_of[expert] != NOWHERE:
             continue
         before = pending(jobs)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
-from forefetch.kernels.compiled.ahead import SECOND, ask, help_naming, learn, settled
+from forefetch.kernels.compiled.ahead import SECOND, ask, help_naming, learn, returned
+from forefetch.kernels.compiled.between import collect, help_expecting
 from forefetch.kernels.compiled.copier import help_copying, waiting
 from forefetch.kernels.compiled.crew import FIRST_HELPER, KIND, NEVER, TAKEN, finish, join, post, rest, shared, take, wake
 from forefetch.kernels.compiled.experts import combine, expert, sort_pairs
@@ -16,7 +17,17 @@ from forefetch.kernels.compiled.linear import PRODUCT, product, product_panel
 from forefetch.kernels.compiled.maths import exp, rms_norm, silu_times
 from forefetch.kernels.compiled.simd import address_of, clock_ns, floats_at
 from forefetch.kernels.compiled.toolchain import compiled, takes_ns
-from forefetch.kernels.compiled.visit import STALL_NS, bringing, close_call, close_step, come_in, leave, next_wave, open_call
+from forefetch.kernels.compiled.visit import (
+    NAMED,
+    STALL_NS,
+    bringing,
+    close_call,
+    close_step,
+    come_in,
+    leave,
+    next_wave,
+    open_call,
+)
 
 TIMES = 7
 """Per layer: began, attended, chosen, experts done, end, in nanoseconds of time.perf_counter_ns; distinct experts; and when its
@@ -52,13 +63,15 @@ class Experts(NamedTuple):
 
 
 @compiled()
-def layers(model, tables, rows, buffers, experts, mlp, load, times, moving, heads, naming, board):
+def layers(model, tables, rows, buffers, experts, mlp, load, times, moving, heads, seen, naming, board):
     """Takes buffers.x [T, H] through all layers. tables [L, COLUMNS]; load [L, E] is counted up, times [L, TIMES] filled.
 
-    Where experts move, `heads` name them ahead if `naming`.
+    Where experts move, `heads` name them ahead if `naming`; if not, `seen` may have done so before.
     """
     count, place = len(rows.slots), 0
     wake(board)  # takes a while, and the first layer is long enough to need them
+    if moving.any:
+        collect(seen, moving)
     for layer in range(len(tables)):
         table, stamps = tables[layer], times[layer]
         stamps[0] = stamps[6] = clock_ns()
@@ -73,7 +86,10 @@ def layers(model, tables, rows, buffers, experts, mlp, load, times, moving, head
             for expert in buffers.ids[:count].ravel():
                 load[layer, expert] += 1
             learn(heads, layer, stamps[2] - stamps[6])
-            settled(heads, moving)
+            if moving.any:
+                returned(heads.task, moving.jobs)
+                if not naming:
+                    moving.counts[layer, NAMED], seen.named[place] = seen.named[place], 0
             stamps[5] = routed(buffers, experts, moving, layer, place, count, board)
             place += 1
         else:
@@ -150,7 +166,7 @@ def one_expert(buffers, experts, moving, item):
 
 
 @compiled()
-def assist(board, number, model, buffers, experts, moving, heads):
+def assist(board, number, model, buffers, experts, moving, heads, seen):
     """What a helper does until the crew is dismissed. experts, moving: None where experts are not in this process."""
     more = address_of(board) + 8 * NEVER
     if moving is not None:
@@ -158,6 +174,7 @@ def assist(board, number, model, buffers, experts, moving, heads):
     while rest(board, number, more):
         if moving is not None:
             help_naming(model, heads, moving, experts, buffers.order)
+            help_expecting(model, seen, moving, experts, buffers.order)
         item = take(board)
         while item >= 0:
             kind = board[KIND]

@@ -14,6 +14,7 @@ from forefetch.spec import ModelSpec
 from forefetch.weights import Checkpoint
 from router_service.lookahead import store
 from router_service.lookahead.estimate import Network
+from router_service.lookahead.foresight import Foresight
 from router_service.lookahead.heads import Head
 from router_service.lookahead.runner import Runner
 from router_service.lookahead.sketch import Sketch
@@ -32,6 +33,7 @@ def trained(runner: Callable[[str], Runner], untrained: Callable[[Runner], Train
     shapes = ((12, 64), (12,), (6, 8), (6,), (64, 6), (64,))
     found.sketches = {1: Sketch(*(torch.randn(shape, generator=draw) for shape in shapes))}
     found.recall = {(0, 1): 0.75, (0, 12): 0.5}
+    found.foresight = Foresight(torch.randn(128, 24, generator=draw), torch.randn(24, generator=draw), 0.625)
     return found
 
 
@@ -49,6 +51,11 @@ def test_what_is_saved_comes_back(trained: Trained, tmp_path: Path) -> None:
     for part in store.SKETCH_PARTS:
         close(getattr(trained.sketches[1], part), getattr(back.sketches[1], part), bits=4)
     assert list(back.sketches) == [1]
+    assert trained.foresight is not None
+    assert back.foresight is not None
+    close(trained.foresight.weight, back.foresight.weight, bits=8)
+    close(trained.foresight.offset, back.foresight.offset, bits=8)
+    assert back.foresight.recall == 0.625
     for layer in (0, 1, 2):
         close(trained.load[layer], back.load[layer], bits=8)
     for layer in (0, 1):  # nothing looks ahead from the last
