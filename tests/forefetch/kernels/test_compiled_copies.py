@@ -89,7 +89,13 @@ def test_two_threads_do_every_job_once() -> None:
                 posted.append(expert)
         for expert in posted[: draw.integers(0, 4)]:
             if copier.coming(table, expert):
-                copier.arrive(jobs, copies, table, expert)
+                at = copier.claim(jobs, expert)  # as who takes an item does: it brings in what nobody began, or waits
+                if at < 0:
+                    fill(copies, expert, slots.slot_of[expert])
+                    slots.filled(expert)
+                else:
+                    copier.ended(jobs, at)
+                    copier.settle(jobs, copies, table)
             assert slots.is_ready(expert)
         if draw.random() < 0.5:
             copier.give_up(jobs, copies, table, False)
