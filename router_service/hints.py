@@ -93,7 +93,7 @@ class Hints:
     def carry(self) -> Heads:
         """The heads, for steps over lanes: those call `chosen` or `carried` while they run, and have no observer."""
         self._carried = True
-        return self._heads
+        return self.heads
 
     @property
     def watching(self) -> Hints | None:
