@@ -57,7 +57,7 @@ def random_model(config: ModelConfig) -> Model:
 @shipped
 def test_folder_is_small_and_complete() -> None:
     files = [p for p in (ROOT / "models").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
-    assert sum(p.stat().st_size for p in files) <= 64 * 10**6
+    assert sum(p.stat().st_size for p in files) <= 64 << 20
     names = {p.name for p in FOLDER.iterdir()}
     wanted = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     assert wanted | {"chat_template.jinja", "README.md", "eval.json", "heldout"} <= names
