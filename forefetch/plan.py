@@ -59,12 +59,12 @@ HARDWARE = {
         "h200",
         "measured on one H200 host, PyTorch 2.11: copies in HBM 4.24 TB/s, PCIe 5 x16 pinned 52 GB/s at 9 MiB and 36 at "
         "1 MiB, a hop of 64 rows between two GPUs 24 us over lanes in their memory (p2p), 72 us through pinned shared memory; "
-        "38 us per layer are what captured steps took beyond their bytes, 28 to 45 (benchmarks/results.csv). Assumed: gRPC "
+        "33 us per layer are what captured steps took beyond their bytes, 24 to 44 (benchmarks/results.csv). Assumed: gRPC "
         "as on two CPU cores",
         memory_gib=139.0,
         hbm_gbs=4240.0,
         pcie_gbs=45.0,
-        layer_us=38.0,
+        layer_us=33.0,
         link_us={"local": 0.0, "p2p": 23.6, "shm": 72.0, "grpc": 995.0},
     ),
     "cpu": Hardware(

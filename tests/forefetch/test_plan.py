@@ -177,18 +177,18 @@ def test_experts_on_a_gpu_are_within_a_third_of_what_was_measured(rows: int, mea
 
 def captured() -> dict[tuple[str, int], float]:
     """(KV format, batch) -> measured median milliseconds of a step: int4 experts, 4,096 tokens of context, one H200; the
-    newest, of `decode` or of what `p2p` compares itself with."""
+    newest, of `decode` or of what `p2p` compares itself with, and of the newest day: steps take half of what they once did."""
     sizes = r"synthetic:qwen3-30b-a3b int4 experts, (\w+) KV, "
     shape = re.compile(f"{sizes}(?:batch (\\d+), context 4096|context 4096, batch (\\d+), one GPU, running ahead)")
     with (ROOT / "benchmarks" / "results.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["benchmark"] in {"decode", "p2p"} and row["metric"] == "p50"]
-    found = [(shape.fullmatch(row["case"]), float(row["value"])) for row in rows if "H200" in row["hardware"]]
-    return {(match[1], int(match[2] or match[3])): value for match, value in found if match}
+    found = [(shape.fullmatch(row["case"]), row) for row in rows if "H200" in row["hardware"]]
+    day = max(row["date"] for match, row in found if match)
+    return {(match[1], int(match[2] or match[3])): float(row["value"]) for match, row in found if match and row["date"] == day}
 
 
 def test_a_step_on_a_gpu_is_within_a_quarter_of_what_was_measured() -> None:
-    """The one figure that is fitted is the time per layer, between 28 us (e2m0, batch 1, as of 2026-11-30) and 45 (bfloat16, of
-    before steps ran ahead of the host)."""
+    """The one figure that is fitted is the time per layer, from 24 us (batch 1) to 44 (batch 64)."""
     rows = captured()
     assert {batch for _, batch in rows} >= {1, 16, 64}
     for (kv_format, batch), measured in rows.items():
@@ -199,7 +199,8 @@ def test_a_step_on_a_gpu_is_within_a_quarter_of_what_was_measured() -> None:
 
 def lanes(how: str) -> dict[tuple[str, int], float]:
     """(expert format, batch) -> measured median milliseconds of a step on two GPUs, over lanes; the newest."""
-    shape = re.compile(r"synthetic:qwen3-30b-a3b (\w+) experts, e2m0 KV, context 4096, batch (\d+), two GPUs, " + how)
+    sizes = r"synthetic:qwen3-30b-a3b (\w+) experts, e2m0 KV, context 4096, batch (\d+), two GPUs"
+    shape = re.compile(f"{sizes}, {how}(?:, running ahead)?")
     with (ROOT / "benchmarks" / "results.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["benchmark"] == "p2p" and row["metric"] == "p50"]
     found = [(shape.fullmatch(row["case"]), float(row["value"])) for row in rows]
@@ -220,7 +221,7 @@ def test_a_step_on_two_gpus_is_within_a_quarter_of_what_was_measured(parts: int)
 def test_experts_on_two_gpus_are_within_a_quarter_of_what_was_measured() -> None:
     """No figure was fitted to these rows: 0.95 to 1.14. But one stream's few int4 experts (1.43): there the time per layer,
     which is fitted to all batches, is most of the step, and the hop overlaps what the plan adds it to."""
-    rows = lanes("experts on both, running ahead")
+    rows = lanes("experts on both")
     assert {("int4", 1), ("int4", 16), ("int4", 64), ("bfloat16", 1), ("bfloat16", 64)} <= set(rows)
     for (kind, batch), measured in rows.items():
         wanted = Wanted(batch=batch, kv_format="e2m0", expert_format=kind, workers=1, link="p2p")

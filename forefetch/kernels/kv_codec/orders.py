@@ -114,7 +114,7 @@ def inverse(format: KvFormat, table: str, bits: int = 2) -> Tensor:
 def pack(fields: Tensor, bits: int) -> Tensor:
     """uint8 fields [..., n] below 2**bits -> bytes [..., n * bits / 8], the first in the lowest bits; 4 bits: see above."""
     if bits == 4:
-        words = fields.unflatten(-1, (fields.shape[-1] // 8, 2, 4))
+        words = fields.reshape(*fields.shape[:-1], fields.shape[-1] // 8, 2, 4)
         signs = words >> 3
         magnitudes = (words & 7).reshape(*words.shape[:-2], 4, 2)  # of each byte
         both: Tensor = magnitudes[..., 0] | magnitudes[..., 1] << 4 | signs[..., 0, :] << 7 | signs[..., 1, :] << 3
@@ -130,7 +130,7 @@ def pack(fields: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse of `pack`: uint8 [..., n * 8 / bits]."""
     if bits == 4:
-        words = packed.unflatten(-1, (packed.shape[-1] // 4, 4))
+        words = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4)
         signs = torch.cat((words >> 7, words >> 3 & 1), -1).flatten(-2)
         both = torch.stack((packed & 7, packed >> 4 & 7), -1).flatten(-2)
         return both | signs << 3
