@@ -6,7 +6,7 @@ One router in one process turns its hints on for 16 steps and off for 80, and so
 compared with the 16 before and the second 16 behind, in which there are none and slots no longer hold what hints brought: a
 fifth of a second, by the hundred, in which neither a slow hour of the machine nor where a process lies in memory counts. What
 is given is the median of these differences with a 95 % interval that assumes nothing of their distribution (order statistics).
-A placebo, 16 steps without hints that are compared in the same way, says how much of it is none: more than nothing (-1 to -5 %),
+A placebo, 16 steps without hints that are compared in the same way, says how much of it is none: some, -1 to -5 %,
 so that only what goes beyond its interval is shown. Medians of steps, so that single slow ones do not count. Beside them: how
 many experts a step needed and did not find, and how long it waited for copies.
 
