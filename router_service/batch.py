@@ -18,6 +18,9 @@ from forefetch.kernels.staged import LINES, bring
 from router_service.pages import SCRATCH
 from router_service.scheduler import Chunk, Plan
 
+Held = tuple[list[int], list[int], list[int]]
+"""Of each decode row: positions it may attend to, lane, loaded pages."""
+
 
 @dataclass(frozen=True)
 class PrefillRows:
@@ -153,7 +156,7 @@ class StepBuffers:
     def fill(self, step: int, plan: Plan, trace: bytes = b"") -> StepBatch:
         """The plan as tensors; they are valid until the next fill."""
         rows = self._turn()
-        self._place_decodes(plan)
+        held = self._place_decodes(plan)
         at, prefills, logit_rows = len(plan.decodes), [], list(range(len(plan.decodes)))
         for chunk in plan.prefills:
             end = at + chunk.count
@@ -166,7 +169,7 @@ class StepBuffers:
         rows[:3, at:padded] = 0
         rows[2, at:padded] = SCRATCH * self.page_size
         rows[3, : len(logit_rows)] = logit_rows
-        batch = self._batch(step, plan, at, padded, tuple(prefills), len(logit_rows))
+        batch = self._batch(step, plan, at, padded, tuple(prefills), len(logit_rows), held)
         if self._paged:
             batch = self._paged_rows(batch, len(batch.lengths) if prefills else padded)
         return replace(batch, trace=trace) if trace else batch
@@ -185,7 +188,7 @@ class StepBuffers:
         placed = self._placed[:, :count]
         return replace(batch, decodes=count, paged=PagedPlan(self._there[:count], placed[0]), held=placed[1:])
 
-    def _place_decodes(self, plan: Plan) -> None:
+    def _place_decodes(self, plan: Plan) -> Held:
         """Fills all lines of the decode rows, and the table where a row has another request than before. An id that is only
         known to the device, or not even there yet, is named by its source."""
         size, decodes = self.page_size, plan.decodes
@@ -199,10 +202,11 @@ class StepBuffers:
             ids.append(request.tokens[chunk.start] if known else 0)
             sources.append(-1 if known else request.source)
         slots = [chunk.request.pages[chunk.start // size] * size + chunk.start % size for chunk in decodes]
-        rows, n = self._staging.rows.numpy(), len(decodes)
+        rows, n, held = self._staging.rows.numpy(), len(decodes), _held(plan)
         rows[:3, :n] = ids, [chunk.start for chunk in decodes], slots
-        rows[4:, :n] = sources, *_held(plan)
+        rows[4:, :n] = sources, *held
         rows[4, n:], rows[5:, n:] = -1, 0
+        return held
 
     def _place(self, rows: np.ndarray, chunk: Chunk) -> None:
         """Fills ids, positions and slots of a prompt's chunk."""
@@ -212,11 +216,11 @@ class StepBuffers:
         rows[2] = pages[positions // self.page_size] * self.page_size + positions % self.page_size
 
     def _batch(
-        self, step: int, plan: Plan, tokens: int, padded: int, prefills: tuple[PrefillRows, ...], sampled: int
+        self, step: int, plan: Plan, tokens: int, padded: int, prefills: tuple[PrefillRows, ...], sampled: int, held: Held
     ) -> StepBatch:
         """The staged rows on the device, ids that are owed taken from what the last step chose."""
         decodes = len(plan.decodes)
-        lengths, lanes, loaded = _held(plan)
+        lengths, lanes, loaded = held
         width = -(-max(lengths, default=1) // self.page_size)
         bring(self._staging.rows, self.chosen, self._rows, self._placed, max(padded, sampled))
         return StepBatch(
@@ -235,8 +239,7 @@ class StepBuffers:
         )
 
 
-def _held(plan: Plan) -> tuple[list[int], list[int], list[int]]:
-    """Of each decode row: positions it may attend to, lane, loaded pages."""
+def _held(plan: Plan) -> Held:
     requests = [chunk.request for chunk in plan.decodes]
     lengths = [chunk.start + 1 for chunk in plan.decodes]
     return lengths, [request.lane for request in requests], [request.loaded_blocks for request in requests]

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from forefetch.errors import Mismatch
@@ -31,6 +32,13 @@ Place = Callable[[int], memoryview | None]
 
 def no_place(size: int) -> None:
     """Has none."""
+
+
+def room(size: int, place: Place) -> tuple[npt.NDArray[np.uint8], memoryview]:
+    """Memory for a block, from `place` if it has any: to write to, and to hand on."""
+    into = place(size)
+    data = np.empty(size, np.uint8) if into is None else np.frombuffer(into, np.uint8)
+    return data, data.data if into is None else into
 
 
 def _lent(shape: tuple[int, ...], dtype: torch.dtype) -> Lent | None:
@@ -109,11 +117,10 @@ class KvCache:
         block = self.pools[:, :, :, page].view(torch.uint8)
         if self._incoming is not None:
             block = block.contiguous().cpu()
-        into = place(self.block_bytes)
+        data, told = room(self.block_bytes, place)
         # By numpy: without the GIL, and without PyTorch's other threads, whose cores a step needs.
-        data = np.empty(self.block_bytes, np.uint8) if into is None else np.frombuffer(into, np.uint8)
         np.copyto(data.reshape(block.shape), block.numpy())
-        return data.data if into is None else into
+        return told
 
     def write_block(self, page: int, data: bytes | memoryview) -> None:
         """The inverse of `read_block`: fills a page that nobody reads yet. Returns when the bytes are there; any thread.

@@ -75,7 +75,7 @@ class LayoutBuffers(StepBuffers):
         rows[2, :total] = SCRATCH * self.page_size
         rows[3, : decodes + CHUNKS] = 0
         rows[3, :decodes] = range(decodes)
-        self._place_decodes(plan)
+        held = self._place_decodes(plan)
         prefills, picks = [], list(range(len(plan.decodes)))
         for index, chunk in enumerate(plan.prefills):
             self._place(rows[:, at : at + chunk.count], chunk)
@@ -85,7 +85,7 @@ class LayoutBuffers(StepBuffers):
             if chunk.samples:
                 picks.append(decodes + index)
         chosen = decodes + (CHUNKS if prompt else 0)
-        batch = self._batch(step, plan, at, total, tuple(prefills), chosen)
+        batch = self._batch(step, plan, at, total, tuple(prefills), chosen, held)
         chunked = self._chunk_plan(prefills, decodes, prompt) if prompt else None
         return replace(self._paged_rows(batch, decodes), chunked=chunked, picks=self._picks(picks))
 

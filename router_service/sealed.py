@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from forefetch.kernels.kv_codec import KvFormat, move_tails, seal_tails
 from forefetch.spec import ModelSpec
 from kv_service.client import Pool
 from router_service.batch import PrefillRows, StepBatch
-from router_service.cache import KvCache, Place, no_place
+from router_service.cache import KvCache, Place, no_place, room
 from router_service.pages import SCRATCH
 from router_service.sealed_step import SealedStep
 
@@ -218,18 +219,14 @@ class SealedCache:
     def read_block(self, page: int, place: Place = no_place) -> memoryview:
         """The bytes of a sealed block: blobs [L, Hkv], then exempt layers as KvCache has them, then, if it is a request's first
         block, its sinks [L, K V, Hkv, S, D]. Any thread."""
-        parts = [
-            self.pages[:, :, page].contiguous().cpu().numpy().tobytes(),
-            self.exact.read_block(page) if self.exempt else b"",
-        ]
+        parts = [self.pages[:, :, page].contiguous().cpu().numpy().ravel()]
+        if self.exempt:
+            parts.append(np.frombuffer(self.exact.read_block(page), np.uint8))
         if (sinks := self._first.get(page)) is not None:
-            parts.append(sinks.cpu().numpy().tobytes())
-        data = memoryview(b"".join(parts))
-        into = place(len(data))
-        if into is None:
-            return data
-        into[:] = data
-        return into
+            parts.append(sinks.cpu().numpy().ravel().view(np.uint8))
+        data, told = room(sum(part.nbytes for part in parts), place)
+        np.concatenate(parts, out=data)
+        return told
 
     def write_block(self, page: int, data: bytes | memoryview) -> None:
         """The inverse of `read_block`. Any thread; nobody reads the page meanwhile. ValueError: not the length of a block."""
