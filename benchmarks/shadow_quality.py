@@ -5,7 +5,7 @@
 Each layer has a worker's `ShadowedExperts` of its own with a share of slots, and meets a window's tokens one by one, as in
 decoding at one stream; no hints, so this is the worst share of absent experts. Between tokens what was missed comes in, or is
 not worth it. Compared in one run: everything exact; everything from shadows (`--experts int4`). Perplexity relative to exact,
-one standard error, greedy agreement, and the share of experts that were shadowed.
+its 95 % interval, greedy agreement, and the share of experts that were shadowed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from expert_worker.shadowed import ShadowedExperts
 from forefetch.kernels.grouped_mlp.formats import ExpertFormat
 from forefetch.weights import Checkpoint
 from forefetch.wire import LayerCall
-from router_service.quality.measure import Cell, Meter, windows
+from router_service.quality.cells import Cell
+from router_service.quality.measure import Meter, windows
 from router_service.quality.setups import Setup
 
 CPU = torch.device("cpu")
@@ -84,11 +85,11 @@ def main() -> None:
             shadowed = experts.shadowed / experts.needed if share else 1.0
             name = f"{share}% slots" if share else "all experts int4"
             print(
-                f"{name:18} perplexity {cell.change:+.2%} +- {cell.error:.2%}  same greedy token {cell.agreement:.1%}  "
+                f"{name:18} perplexity {cell.change.percent()} %  same greedy token {cell.agreement:.1%}  "
                 f"shadowed {shadowed:.1%}",
                 flush=True,
             )
-            values = {"perplexity change": cell.change, "greedy agreement": cell.agreement, "shadowed": shadowed}
+            values = {"perplexity change": cell.change.value, "greedy agreement": cell.agreement, "shadowed": shadowed}
             case = f"{args.model.name}, {len(texts)} windows of {args.window}, {name}"
             rows += [Row("shadow_quality", case, metric, 100 * value, "%") for metric, value in values.items()]
     if args.write:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from forefetch.errors import ConfigError, ForefetchError
 from forefetch.kernels.kv_codec import KvFormat
 from forefetch.spec import ModelSpec
-from router_service.quality import report
+from router_service.quality import plots, report
 from router_service.quality.measure import CONTEXTS, Measured, Meter, windows
 from router_service.quality.setups import DEFAULT, Setup, setups
 
@@ -44,9 +44,13 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     if args.json:
         print(json.dumps(report.as_json(found, spec), indent=1))
     else:
-        Console(highlight=False).print(report.table(found, spec, contexts))
+        screen = Console(highlight=False)
+        screen.print(report.table(found, spec, contexts))
+        if (beside := report.pairs(found, spec, contexts)).row_count:
+            screen.print(beside)
+        screen.print(plots.chart(found, spec, contexts[-1]), no_wrap=True)
     if args.plot:
-        report.picture(found, spec, contexts[-1], args.plot)
+        plots.picture(found, spec, contexts[-1], args.plot)
     return 0
 
 

@@ -7,7 +7,6 @@ into classes by how much they see: context c are those at positions c/2 to c.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -24,6 +23,7 @@ from forefetch.telemetry.ring import StepRing
 from forefetch.weights import Checkpoint
 from router_service.batch import PrefillRows, StepBatch
 from router_service.lookahead.runner import AllExperts
+from router_service.quality.cells import Cell
 from router_service.quality.setups import Setup
 from router_service.text import Text
 from router_service.trunk import Cache, Trunk
@@ -39,67 +39,6 @@ class Window:
 
     text: str
     ids: list[int]
-
-
-@dataclass
-class Cell:
-    """One setup at one context: sums over predictions of the difference to float16."""
-
-    count: int = 0
-    nats: float = 0.0
-    nats_fp16: float = 0.0
-    squares: float = 0.0
-    agreed: int = 0
-    apart: float = 0.0
-    apart_squares: float = 0.0
-
-    def add(self, nats: Tensor, plain: Tensor, agreed: Tensor, apart: Tensor | None = None) -> None:
-        """Per prediction: nats under the setup and under float16, whether the likeliest tokens are the same, and the divergence
-        (`divergence`), where it is asked for."""
-        self.count += len(nats)
-        self.nats += float(nats.sum())
-        self.nats_fp16 += float(plain.sum())
-        self.squares += float((nats - plain).square().sum())
-        self.agreed += int(agreed.sum())
-        if apart is not None:
-            self.apart += float(apart.sum())
-            self.apart_squares += float(apart.square().sum())
-
-    @property
-    def ppl(self) -> float:
-        """Perplexity."""
-        return math.exp(self.nats / self.count)
-
-    @property
-    def ppl_fp16(self) -> float:
-        """Perplexity of the same predictions over float16 K and V."""
-        return math.exp(self.nats_fp16 / self.count)
-
-    @property
-    def change(self) -> float:
-        """Perplexity relative to float16's, minus 1."""
-        return self.ppl / self.ppl_fp16 - 1
-
-    @property
-    def error(self) -> float:
-        """One standard error of `change`, by the spread of single predictions."""
-        mean = (self.nats - self.nats_fp16) / self.count
-        return math.sqrt(max(0.0, self.squares / self.count - mean * mean) / self.count)
-
-    @property
-    def divergence(self) -> float:
-        """Mean divergence (KL) of the predictions from float16's, in nats: it scatters far less than perplexity does."""
-        return self.apart / self.count
-
-    @property
-    def divergence_error(self) -> float:
-        """One standard error of `divergence`, by the spread of single predictions."""
-        return math.sqrt(max(0.0, self.apart_squares / self.count - self.divergence**2) / self.count)
-
-    @property
-    def agreement(self) -> float:
-        """Share of predictions whose likeliest token is float16's."""
-        return self.agreed / self.count
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
 The baseline is KIVI's scheme (arXiv 2402.02750): asymmetric integers between minimum and maximum, K per channel in groups of
 tokens, V per token in groups of channels, a float16 scale and zero per group, the newest tokens in float16; no sinks, no
-outliers, nothing fitted. It runs under the same rule of which tokens are quantised as the format that it stands beside.
+outliers, nothing fitted. It keeps as many tokens in float16 as the format that it stands beside: those that are sinks there
+are newest tokens here. Groups are chosen so that a page takes 0.03 bits more than the format's, never fewer (`MIN_MAX`).
 """
 
 from __future__ import annotations
@@ -24,19 +25,23 @@ from router_service.quality.peers import GROUP, PEERS, PeerCache, layer_maker, r
 from router_service.sealed import SealedCache
 
 OWN = ("fp16", "e2m0", "asym2", "mixed", "asym3", "fp4")
-DEFAULT = (*OWN, "kivi2", "kivi2-g64", "kivi3", "kivi4-g64", *(name for name in PEERS if "quanto" in name and runs(name)))
-"""Every format, baselines of about equal bytes, and transformers' quanto caches where installed; HQQ takes minutes a window."""
+MIN_MAX = ("kivi2", "kivi2-k64", "kivi2-g64", "kivi3-k64", "kivi4-g64")
+DEFAULT = (*OWN, *MIN_MAX, *(name for name in PEERS if "quanto" in name and runs(name)))
+"""Every format, for each a min-max baseline of as many bytes or a few more, and transformers' quanto caches where installed.
+HQQ takes minutes a window."""
 INT8_TRUNK = "int8-trunk"
 """Not a format of K and V: what the router's --trunk int8 costs, with K and V in float16."""
 BASELINES = {
-    "kivi2": (2, 128),
-    "kivi2-g64": (2, 64),
-    "kivi2-g32": (2, 32),
-    "kivi3": (3, 128),
-    "kivi4": (4, 128),
-    "kivi4-g64": (4, 64),
+    "kivi2": (2, 128, 128),
+    "kivi2-k64": (2, 64, 128),
+    "kivi2-g64": (2, 64, 64),
+    "kivi2-g32": (2, 32, 32),
+    "kivi3": (3, 128, 128),
+    "kivi3-k64": (3, 64, 128),
+    "kivi4": (4, 128, 128),
+    "kivi4-g64": (4, 64, 64),
 }
-"""Bits of a code, elements of a group."""
+"""Bits of a code, tokens of a group of K, channels of a group of V."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Setup:
     name: str
     format: KvFormat | None
     exempt: frozenset[int] = frozenset()
-    baseline: tuple[int, int] | None = None
+    baseline: tuple[int, int, int] | None = None
     rounded: bool = False  # the trunk is in int8 (--trunk), K and V in float16
 
     def cache(self, spec: ModelSpec, rows: int, device: torch.device) -> KvCache | SealedCache | MinMaxCache | PeerCache:
@@ -58,7 +63,7 @@ class Setup:
         if self.name in PEERS:
             return PeerCache(layer_maker(self.name))
         if self.baseline is not None:
-            return MinMaxCache(self.format, *self.baseline)
+            return MinMaxCache(self.format, self.exempt, *self.baseline)
         return SealedCache(spec, self.format, exempt=self.exempt, pages=pages, lanes=1, max_rows=rows, device=device)
 
     def page_bits(self) -> float:
@@ -66,8 +71,8 @@ class Setup:
         if self.format is None:
             return 16.0
         if self.baseline is not None:
-            bits, group = self.baseline
-            return bits + 32 / group
+            bits, k_group, v_group = self.baseline  # a scale and a zero for each group of K, and of V
+            return bits + 16 / min(k_group, self.format.page) + 16 / min(v_group, self.format.head_dim)
         return 8 * self.format.blob_bytes / (2 * self.format.page * self.format.head_dim)
 
     def bits(self, spec: ModelSpec, context: int) -> float:
@@ -101,7 +106,7 @@ def setups(names: Sequence[str], format_of: KvFormat, thirds: int, recent: int, 
         if kind in PEERS:
             layer_maker(kind)  # refused before anything is measured
             format = replace(format_of, name="asym2", page=128, recent=0, sinks=0)
-            found.append(Setup(name, format, frozenset(), (PEERS[kind], GROUP)))
+            found.append(Setup(name, format, frozenset(), (PEERS[kind], GROUP, GROUP)))
             continue
         base = "asym2" if kind in BASELINES else kind
         own = recent if recent >= 0 else 32 if base == "fp4" or kind.startswith("kivi4") else 112
@@ -109,10 +114,10 @@ def setups(names: Sequence[str], format_of: KvFormat, thirds: int, recent: int, 
         try:
             format = replace(format_of, **values)
             if kind in BASELINES:
-                format = replace(format, sinks=0)
+                format = replace(format, recent=format.recent + format.sinks, sinks=0)
         except ValueError as error:
             raise ConfigError(f"--formats {name}: {error}") from None
-        found.append(Setup(name, format, frozenset() if kind in BASELINES else exempt, BASELINES.get(kind)))
+        found.append(Setup(name, format, exempt, BASELINES.get(kind)))
     return found
 
 
@@ -129,16 +134,23 @@ class MinMaxCache:
     """The baseline, for one sequence from position 0 in one step. Nothing is packed: it is compared by what it computes.
     Only `step` of what a cache does."""
 
-    def __init__(self, format: KvFormat, bits: int, group: int) -> None:
-        self.format, self.page_size, self.steps, self.group = format, format.page, 2**bits - 1, group
+    def __init__(self, format: KvFormat, exempt: frozenset[int], bits: int, k_group: int, v_group: int) -> None:
+        self.format, self.exempt, self.page_size, self.steps = format, exempt, format.page, 2**bits - 1
+        self.k_group, self.v_group = k_group, v_group
 
     def step(self, batch: StepBatch, dtype: torch.dtype, scale: float) -> MinMaxStep:
         """The attention of a step's rows."""
         return MinMaxStep(self, scale)
 
-    def rounded(self, x: Tensor) -> Tensor:
+    def sealed(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Whole pages of k, v [Hkv, R, D] as attention sees them."""
+        page = self.format.page
+        whole = k.shape[1] // page * page
+        return self.rounded(k[:, :whole].mT, min(self.k_group, page)).mT, self.rounded(v[:, :whole], self.v_group)
+
+    def rounded(self, x: Tensor, group: int) -> Tensor:
         """x [..., n] through codes, groups along the last dim."""
-        size = min(self.group, x.shape[-1])
+        size = min(group, x.shape[-1])
         groups = x.reshape(*x.shape[:-1], -1, size)
         low = groups.amin(-1, keepdim=True).half().float()
         step = ((groups.amax(-1, keepdim=True) - low) / self.steps).half().float()
@@ -158,9 +170,7 @@ class MinMaxStep:
         """q [R, Hq, D], k, v [R, Hkv, D] -> [R, Hq, D]."""
         format, count, (heads, dim) = self.cache.format, len(q), k.shape[1:]
         k, v = (x.half().float().transpose(0, 1) for x in (k, v))  # [Hkv, R, D]
-        whole = count // format.page * format.page
-        rough_k = self.cache.rounded(k[:, :whole].mT).mT
-        rough_v = self.cache.rounded(v[:, :whole])
+        rough_k, rough_v = (k, v) if layer in self.cache.exempt else self.cache.sealed(k, v)
         queries = q.view(count, heads, -1, dim).permute(1, 2, 0, 3)  # [Hkv, G, R, D]
         parts, low = [], 0
         while low < count:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,14 +45,13 @@ def test_a_trunk_in_8_bits_is_measured_like_a_format(meter: Meter) -> None:
     plain, rounded = setups(["fp16", "int8-trunk"], KvFormat("e2m0", DIM, page=PAGE), 0, -1, frozenset())
     window = Window("text", LONG)
     found = meter.run([plain, rounded], [window], [64], lambda setup: None)
-    assert found[0].cells[64].change == 0.0
+    assert found[0].cells[64].change == (0.0, 0.0, 0.0)
     assert found[1].cells[64].nats == pytest.approx(float(meter.score(rounded, window)[0][32:64].sum()))
     assert meter.rounded.layers[0].qkv.shape == meter.trunk.layers[0].qkv.shape
-    assert found[1].cells[64].change != 0.0
+    assert found[1].cells[64].change.value != 0.0
     exact, other = (meter.logits(setup, LONG)[32:64].softmax(-1) for setup in (plain, rounded))
-    assert found[0].cells[64].divergence == 0.0
-    assert found[1].cells[64].divergence == pytest.approx(float((exact * (exact / other).log()).sum(-1).mean()))
-    assert 0 < found[1].cells[64].divergence_error < found[1].cells[64].divergence
+    assert found[0].cells[64].divergence.value == 0.0
+    assert found[1].cells[64].divergence.value == pytest.approx(float((exact * (exact / other).log()).sum(-1).mean()))
 
 
 @pytest.mark.parametrize("name", ["e2m0", "fp4"])
@@ -172,8 +172,16 @@ def test_fp4_errs_less_than_min_max_in_no_more_bytes() -> None:
     assert fp4.page_bits() <= baseline.page_bits()
     values = torch.randn(4, 128, 128, generator=torch.Generator().manual_seed(9)).half().float()
     _, own = open_pages(seal(values, values, fp4.format), fp4.format)
-    theirs = MinMaxCache(baseline.format, 4, 64).rounded(values)
+    theirs = MinMaxCache(baseline.format, frozenset(), 4, 64, 64).rounded(values, 64)
     assert (values - own).square().sum() < 10**-0.08 * (values - theirs).square().sum()
+
+
+def test_min_max_leaves_exempt_layers_alone(meter: Meter) -> None:
+    everything = frozenset(range(meter.spec.layers))
+    plain = meter.logits(Setup("fp16", None), IDS)
+    for exempt, same in ((everything, True), (everything - {1}, False)):
+        setup = setups(["kivi2"], KvFormat("e2m0", DIM, page=PAGE), 16, 9, exempt)[0]
+        assert torch.allclose(plain, meter.logits(setup, IDS), atol=1e-3 * float(plain.abs().max())) == same
 
 
 @pytest.mark.parametrize("name", ["int8", "e2m0:recent", "e2m0:outliers=9"])
@@ -192,13 +200,15 @@ def test_the_command_prints_what_it_measured(
     picture = tmp_path / "p.png"
     assert command.main([*flags, "--tokens=128", "--formats=fp16,e2m0,kivi2", "--json", f"--plot={picture}"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    keys = {"format", "bits", "context", "ppl", "ppl_fp16", "greedy_agreement", "divergence"}
+    keys = {"format", "bits", "context", "ppl", "ppl_fp16", "greedy_agreement", "divergence", "divergence_interval"}
     assert all(keys <= set(row) for row in rows)
-    assert {row["format"] for row in rows} == {"fp16", "e2m0", "kivi2"}
-    assert {row["context"] for row in rows} == {64, 128}
+    assert [(row["format"], row["context"]) for row in rows] == list(product(("fp16", "e2m0", "kivi2"), (64, 128)))
     for row in rows:
+        assert set(row["texts"]) == {"tale"}
+        assert row["texts"]["tale"]["ppl"] == row["ppl"]
         if row["format"] == "fp16":
             assert (row["ppl"], row["greedy_agreement"]) == (row["ppl_fp16"], 1.0)
+        assert row["min_max"] is None, "pages of 16 channels and 32 tokens are mostly padding"
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert command.main([*flags, "--tokens=128", "--formats=e2m0", "--layers"]) == 0
     assert "e2m0 layer 2" in capsys.readouterr().out

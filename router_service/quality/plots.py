@@ -1,0 +1,116 @@
+"""Quality against bits: as lines of text, and as a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from forefetch.errors import ConfigError
+from forefetch.spec import ModelSpec
+from router_service.quality.cells import Interval
+from router_service.quality.measure import Measured
+from router_service.quality.peers import PEERS
+from router_service.quality.report import in_order
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH = 48
+"""Characters of the terminal's scale."""
+KINDS = {"formats": ("o", "-", "C0"), "min-max": ("s", "--", "C1"), "transformers": ("D", "", "C2")}
+"""Marker, line, colour."""
+
+
+def chart(found: Sequence[Measured], spec: ModelSpec, context: int) -> Text:
+    """A line per setup, fewest bits first, with its divergence and interval on a logarithmic scale."""
+    lines = [(one, one.cells[context].divergence) for one in in_order(found, spec, context) if not _plain(one, context)]
+    shown = Text(f"KL of predictions at {context // 2} to {context} tokens from float16's, 95 % interval; logarithmic\n")
+    if not lines:
+        return shown
+    low = min(_least(interval) for _, interval in lines)
+    reach = math.log(max(interval.high for _, interval in lines) / low) or 1.0
+
+    def place(value: float) -> int:
+        return round((WIDTH - 1) * max(0.0, math.log(max(value, low) / low)) / reach)
+
+    for one, interval in lines:
+        track = [" "] * WIDTH
+        first, last = place(interval.low), place(interval.high)
+        track[first : last + 1] = "─" * (last + 1 - first)
+        track[place(interval.value)] = "○" if one.setup.baseline else "●"
+        shown.append(f"{one.setup.bits(spec, context):6.2f} bits  {one.setup.name:<14} ")
+        shown.append("".join(track), style="yellow" if one.setup.baseline else "cyan")
+        shown.append(f" {100 * interval.value:.3f} %\n")
+    return shown
+
+
+def _plain(one: Measured, context: int) -> bool:
+    return one.cells[context].divergence.value <= 0
+
+
+def _least(interval: Interval) -> float:
+    return max(interval.low, interval.value / 10)
+
+
+def picture(found: Sequence[Measured], spec: ModelSpec, context: int, path: Path) -> None:
+    """Perplexity and divergence against bits as a PNG. ConfigError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--plot: needs matplotlib; install forefetch[plot]") from None
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    perplexity, divergence = figure.subplots(1, 2)
+    sealed = [one for one in in_order(found, spec, context) if not _plain(one, context)]
+    for kind, style in KINDS.items():
+        of_kind = [one for one in sealed if _kind(one) == kind]
+        bits = [one.setup.bits(spec, context) for one in of_kind]
+        _draw(perplexity, kind, style, bits, [one.cells[context].change for one in of_kind])
+        _draw(divergence, kind, style, bits, [one.cells[context].divergence for one in of_kind])
+        for one, at in zip(of_kind, bits, strict=True):
+            _name(divergence, one, at, context)
+    perplexity.axhline(0, color="0.5", linewidth=0.8)
+    perplexity.set_ylabel("perplexity over float16's, %")
+    divergence.set_yscale("log")
+    for scale in (divergence.yaxis.set_major_formatter, divergence.yaxis.set_minor_formatter):
+        scale(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
+    divergence.set_ylabel("KL from float16's predictions, %")
+    if sealed:
+        perplexity.legend()
+    for axes in (perplexity, divergence):
+        axes.set_xlabel(f"bits per element at {context} tokens, everything counted")
+        axes.grid(visible=True, which="both", alpha=0.3)
+        axes.margins(x=0.16)
+    figure.suptitle(f"{spec.name}, predictions that see {context // 2} to {context} tokens, 95 % intervals")
+    figure.savefig(path, dpi=150)
+
+
+def _kind(one: Measured) -> str:
+    return "transformers" if one.setup.name in PEERS else "min-max" if one.setup.baseline else "formats"
+
+
+def _draw(axes: Axes, kind: str, style: tuple[str, str, str], bits: list[float], intervals: list[Interval]) -> None:
+    if not bits:
+        return
+    marker, line, colour = style
+    values = [100 * each.value for each in intervals]
+    down = [100 * max(0.0, each.value - each.low) for each in intervals]
+    up = [100 * max(0.0, each.high - each.value) for each in intervals]
+    axes.errorbar(bits, values, [down, up], marker=marker, linestyle=line, color=colour, capsize=3, label=kind)
+
+
+def _name(axes: Axes, one: Measured, bits: float, context: int) -> None:
+    """Baselines are named right of their point, formats left: pairs of equal bits lie close together."""
+    right = one.setup.baseline is not None
+    axes.annotate(
+        one.setup.name,
+        (bits, 100 * one.cells[context].divergence.value),
+        xytext=(6 if right else -6, 6 if right else -6),
+        textcoords="offset points",
+        ha="left" if right else "right",
+        va="bottom" if right else "top",
+        fontsize="small",
+    )
