@@ -11,12 +11,12 @@ import sys
 from typing import Any
 
 EPILOG = """\
-Formats: fp16, e2m0, asym2, mixed, asym3, fp4. Min-max baselines: kivi2, kivi3, kivi4 in groups of 128, or of 64 or 32 (kivi2-g64,
-kivi4-g64, kivi2-g32), or of 64 in K alone (kivi2-k64, kivi3-k64). Each format is compared with the one of as many bits or a few more.
+Formats: fp16, e2m0, asym2, mixed, asym3, fp4. Min-max baselines: kivi2, kivi3, kivi4 in groups of 128; of 64 or 32 (kivi2-g64,
+kivi4-g64, kivi2-g32); of 64 in K alone (kivi2-k64, kivi3-k64). A format is compared with the one of as many bits or a few more.
 With forefetch[peers] also transformers' quantised caches: hf-quanto2, hf-quanto4, hf-hqq2, hf-hqq4.
 A name may carry options of its own: e2m0:recent=64+sinks=0. `python -m router_service.quality --help` lists the rest.
---json: a list of {format, bits, context, ppl, ppl_fp16, greedy_agreement, ...}, one for each format and context. Context 4096 are
-predictions that see 2048 to 4096 tokens. KL (divergence) is the figure to compare formats by: perplexity scatters far more.
+--json: a list of {format, bits, context, ppl, ppl_fp16, greedy_agreement, ...}, one for each format and context. Context 4096
+are predictions that see 2048 to 4096 tokens. KL (divergence) is the figure to compare formats by: perplexity scatters more.
 
 Examples:
   forefetch quality --model models/reference --text models/reference/heldout/*.txt

@@ -53,7 +53,7 @@ class Cell:
         same, and the divergence where it is asked for."""
         columns = (torch.ones_like(nats), nats, plain, agreed, torch.zeros_like(nats) if apart is None else apart)
         each = torch.stack([column.cpu().double() for column in columns], 1)
-        self.blocks += [block.sum(0) for block in each.split(BLOCK)]
+        self.blocks += [block.sum(0) for block in torch.split(each, BLOCK)]
 
     @property
     def sums(self) -> Tensor:
