@@ -41,6 +41,9 @@ class Live:
     asked: float = 0.0  # when a snapshot was last asked for, monotonic seconds
     covered: int = 0  # positions that the log's tail reaches
 
+    def __post_init__(self) -> None:
+        self.saved.set_running_or_notify_cancel()  # a caller who waits and is cancelled does not cancel what he waits for
+
     @property
     def urgent(self) -> bool:
         """Somebody waits for the log."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -170,6 +171,26 @@ def test_a_service_that_was_away_gets_everything_and_one_that_stays_away_is_told
     live.request.tokens.append(9)
     assert sessions.finish(live, "LENGTH", "").result(5) is False
     assert sessions.counts.failures["unavailable"] == 1
+
+
+def test_who_waits_for_the_end_and_is_cancelled_harms_no_other(sessions: Sessions, service: Service) -> None:
+    """As a caller does whose deadline passes while the KV service is away."""
+    live, other = begin(sessions), begin(sessions, "other")
+    service.away = True
+
+    async def give_up() -> None:
+        live.request.tokens.append(9)
+        waiting = asyncio.wrap_future(sessions.finish(live, "LENGTH", ""))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.sleep(0)
+
+    asyncio.run(give_up())
+    service.away = False
+    until(lambda: sessions.live == 1)
+    other.request.tokens.append(9)
+    assert sessions.finish(other, "LENGTH", "").result(5) is True
+    assert list(service.sessions["s"].token_ids) == [1, 2, 3, 9]
 
 
 @pytest.mark.parametrize(("verdict", "name"), [(Verdict.CONFLICT, "conflict"), (Verdict.NO_ROOM, "unavailable")])
