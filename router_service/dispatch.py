@@ -48,8 +48,10 @@ class Dispatch:
         self._load = np.zeros_like(workers.load)  # [L, E] pairs of the step under way
 
     def begin(self) -> None:
-        """A step begins. What one that broke off has counted is forgotten: it runs again."""
+        """A step begins. What one that broke off has counted is forgotten: it runs again. What one that a defect ended has left
+        with workers is taken back."""
         self._load.fill(0)
+        self._settle()
 
     def commit(self) -> None:
         """The step has ended well: its pairs count."""
@@ -146,14 +148,15 @@ class Dispatch:
 
     def _settle(self) -> None:
         """Reads and drops the replies that are still due; a link that cannot deliver is lost as well."""
-        for sent in chain.from_iterable(self._sent):
+        outstanding = list(chain.from_iterable(self._sent))
+        self._sent.clear()
+        for sent in outstanding:
             if sent.worker.link is not sent.link:
                 continue  # lost by now
             try:
                 sent.link.collect(self.timeout_s)
             except ForefetchError as error:
                 self.workers.lost(sent.worker.index, str(error))
-        self._sent.clear()
 
 
 def _to_host(ids: torch.Tensor, weights: torch.Tensor) -> tuple[Ints, npt.NDArray[np.float32]]:

@@ -142,6 +142,21 @@ def test_a_lost_worker_leaves_the_other_links_clean(spec: ModelSpec, where: str)
     workers.close()
 
 
+def test_what_a_defect_left_with_the_workers_is_taken_back_by_the_next_step(spec: ModelSpec) -> None:
+    """Memory that runs out between `send` and `add`, say: no link may be left with a call that nobody collects."""
+    links = shards(spec, 2)
+    dispatch = Dispatch(table(spec, links), timeout_s=1.0)
+    x, ids, stamps = torch.randn(2, spec.hidden_size), torch.tensor([[0, 1], [2, 3]]), StepRing(2, spec.layers, 2).begin(7, 0)
+    dispatch.begin()
+    dispatch.send(batch(2), LAYER, x, ids, torch.ones(2, 2))  # and here the step raises
+    dispatch.begin()
+    assert [link.open_calls for link in links] == [0, 0]
+    out = torch.zeros_like(x)
+    dispatch.send(batch(2), LAYER, x, ids, torch.ones(2, 2))
+    dispatch.add(out, LAYER, stamps)
+    assert out[:, 0].tolist() == [3.0, 7.0]
+
+
 @pytest.mark.parametrize("fault", ["", "die", "refuse"])
 def test_two_halves_are_taken_back_in_their_order(spec: ModelSpec, fault: str) -> None:
     links = shards(spec, 2)
