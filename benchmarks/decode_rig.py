@@ -25,11 +25,11 @@ from forefetch.telemetry.metrics import new_registry
 from forefetch.telemetry.ring import StepRing, Timings
 from forefetch.telemetry.spans import Exporter
 from router_service.admission import Admitted, SamplingParams
-from router_service.answer import Answer
+from router_service.answer import Answer, Delivery
 from router_service.cache import KvCache
 from router_service.captured import CapturedTrunk
 from router_service.captured import Recorder as GraphRecorder
-from router_service.engine import Delivery, Engine
+from router_service.engine import Engine
 from router_service.flight import Parts
 from router_service.layouts import LayoutBuffers
 from router_service.pages import PagePool

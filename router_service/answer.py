@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from forefetch.errors import ForefetchError
 from forefetch.telemetry.ring import Timings
 from router_service.scheduler import Request
 
@@ -44,6 +45,10 @@ class FinishOut:
     reason: Reason
     text: str
     stop_string: str
+
+
+Event = TokenOut | FinishOut | ForefetchError
+Delivery = tuple[Any, Event]  # the sink of a request, and what happened
 
 
 class Answer:

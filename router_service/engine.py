@@ -18,26 +18,18 @@ from typing import Any
 
 from forefetch.errors import Draining, ForefetchError, LinkDown, Unavailable
 from forefetch.telemetry.ring import Timings
-from router_service.answer import Answer, FinishOut, TokenOut
+from router_service.answer import Answer, Delivery
 from router_service.flight import Flight, Parts, launch
 from router_service.sampling import Sampled
 from router_service.scheduler import Plan, Request
+from router_service.streams import Streams
 
 log = logging.getLogger("forefetch.router")
 
-Event = TokenOut | FinishOut | ForefetchError
-Delivery = tuple[Any, Event]  # the sink of a request, and what happened
 IDLE_WAIT_S = 0.5  # idle: how long until deadlines of waiting requests are looked at again
 BAD_LOGITS = "the model produced no usable logits for this request"
 STALL_WAIT_S = 0.02  # a worker is missing: how long until the table is looked at again
-
-
-@dataclass
-class _Stream:
-    """An unfinished request and where its events go."""
-
-    answer: Answer
-    sink: Any
+ENDED = "the router has failed and will be restarted"
 
 
 @dataclass
@@ -47,8 +39,7 @@ class Engine:
     parts: Parts
     deliver: Callable[[list[Delivery]], None]
     worker_grace_s: float
-    _streams: dict[Request, _Stream] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _streams: Streams = field(init=False)
     _wake: threading.Event = field(default_factory=threading.Event)
     _stopping: bool = False
     _draining: bool = False
@@ -58,6 +49,9 @@ class Engine:
     _flights: deque[Flight] = field(default_factory=deque)  # launched, not landed
     _landed_ns: int = 0
     _thread: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        self._streams = Streams(self.parts, self.deliver)
 
     # ---- the API's side: any thread ----
 
@@ -71,13 +65,15 @@ class Engine:
 
     def submit(self, answer: Answer, sink: Any) -> None:
         """Queues a request. Overloaded when the queue is full, Draining or Unavailable when it could not be served."""
-        with self._lock:
+        with self._streams.lock:
             if self._draining:
                 raise Draining("the router is shutting down")
-            if self._missing_since is not None and monotonic() - self._missing_since > self.worker_grace_s:
+            if not self.running:
+                raise Unavailable(ENDED)
+            since = self._missing_since  # the engine's thread may be about to forget it
+            if since is not None and monotonic() - since > self.worker_grace_s:
                 raise Unavailable(self.parts.workers.missing())
-            self.parts.scheduler.submit(answer.request)
-            self._streams[answer.request] = _Stream(answer, sink)
+            self._streams.begin(answer, sink)
         self._wake.set()
 
     def cancel(self, request: Request) -> None:
@@ -92,7 +88,7 @@ class Engine:
 
     def drain(self) -> None:
         """Refuses new requests from now on; running and waiting ones go on."""
-        with self._lock:
+        with self._streams.lock:
             self._draining = True
 
     @property
@@ -108,7 +104,7 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether a request that came now would be taken and could begin."""
-        return not self._draining and self._missing_since is None and self.parts.workers.complete
+        return self.running and not self._draining and self._missing_since is None and self.parts.workers.complete
 
     @property
     def working(self) -> bool:
@@ -130,6 +126,12 @@ class Engine:
     # ---- the engine's thread ----
 
     def _loop(self) -> None:
+        try:
+            self._steps()
+        finally:  # no stream waits for a step that nobody will run, whatever ended this thread
+            self._streams.give_up(Unavailable(ENDED))
+
+    def _steps(self) -> None:
         while not self._stopping:
             try:
                 if not self.step():
@@ -138,9 +140,9 @@ class Engine:
                     self._wake.clear()
             except Exception as error:  # a defect: its requests must not hang, and the process stays up
                 log.exception("step %d failed", self._step)
-                self._end_all(error if isinstance(error, ForefetchError) else ForefetchError("internal error"))
+                self._streams.end_all(error if isinstance(error, ForefetchError) else ForefetchError("internal error"))
                 self._abandon()
-        self._end_all(Draining("the router is shutting down"))
+        self._streams.end_all(Draining("the router is shutting down"))
         self._abandon()
 
     def step(self) -> bool:
@@ -164,9 +166,9 @@ class Engine:
         if self.parts.kv:
             for request in self.parts.kv.settle():
                 self.parts.recorder.loaded(request)
-        with self._lock:
+        with self._streams.lock:
             ended, admitted = scheduler.reap(now), scheduler.admit(now)
-        self._end(ended)
+        self._streams.end(ended)
         for request in admitted:
             self.parts.recorder.admitted(request)
             if self.parts.kv:
@@ -183,7 +185,7 @@ class Engine:
         if self._missing_since is None:
             self._missing_since = now
         if now - self._missing_since > self.worker_grace_s and self._streams:
-            self._end_all(Unavailable(self.parts.workers.missing()))
+            self._streams.end_all(Unavailable(self.parts.workers.missing()))
         return False
 
     def _launch(self, plan: Plan) -> bool:
@@ -251,41 +253,12 @@ class Engine:
             for request, first, behind in sealed:
                 self.parts.kv.sealed(request, first, behind, self.parts.recorder.context(request))
         if bad:
-            self._end([(request, ForefetchError(BAD_LOGITS)) for request in bad], remove=True)
+            self._streams.end([(request, ForefetchError(BAD_LOGITS)) for request in bad], remove=True)
         deliveries: list[Delivery] = []
         for row, chunk in enumerate(choosing):
             if chunk.request not in dropped and chunk.request not in bad:
-                deliveries += self._told(chunk.request, sampled, row, timings)
+                deliveries += self._streams.token(chunk.request, sampled, row, timings)
         self.deliver(deliveries)
-
-    def _told(self, request: Request, sampled: Sampled, row: int, timings: Timings) -> list[Delivery]:
-        """The events of a token that was just appended to its request."""
-        stream = self._streams[request]
-        event, finish = stream.answer.token(sampled.ids[row], sampled.logprobs[row], sampled.tops[row], timings)
-        self.parts.recorder.token(request)
-        if finish is None:
-            return [(stream.sink, event)]
-        self._forget(request)
-        self.parts.recorder.finished(request, "OK", finish.reason)
-        return [(stream.sink, event), (stream.sink, finish)]
-
-    def _end(self, ended: list[tuple[Request, ForefetchError]], remove: bool = False) -> None:
-        """Tells streams that their requests ended in an error."""
-        deliveries: list[Delivery] = []
-        for request, error in ended:
-            stream = self._streams[request]
-            deliveries.append((stream.sink, error))
-            self._forget(request, remove)
-            self.parts.recorder.finished(request, error.code)
-        self.deliver(deliveries)
-
-    def _forget(self, request: Request, remove: bool = True) -> None:
-        with self._lock:
-            del self._streams[request]
-            if remove:
-                self.parts.scheduler.remove(request, monotonic())
-        if self.parts.kv:
-            self.parts.kv.ended(request)
 
     def _abandon(self) -> None:
         """After a defect, with all requests ended: what is in flight is waited for and counts nothing."""
@@ -294,8 +267,3 @@ class Engine:
                 flight.read()
             self.parts.scheduler.land(flight.plan, [], {chunk.request for chunk in flight.plan.chunks})
         self._flights.clear()
-
-    def _end_all(self, error: ForefetchError) -> None:
-        with self._lock:
-            left = list(self._streams)
-        self._end([(request, error) for request in left], remove=True)

@@ -158,15 +158,15 @@ class KvSide:
         """Whether a request's tail begins at the same token when so many positions are committed, or so many."""
         return self.cache.tail_start(one, 0) == self.cache.tail_start(other, 0)
 
-    def _hand_rows(self, request: Request, position: int, end: int) -> None:
-        """Offers the rows that a query at `position`, a multiple of the page, reads beside pages; if they are still there when
-        positions up to `end` are committed."""
+    def _hand_rows(self, request: Request, pages: Sequence[int], position: int, end: int) -> None:
+        """Offers the rows that a query at `position`, a multiple of the page, reads beside `pages`, if they are still there
+        when positions up to `end` are committed."""
         if self.rows is None or not position or not self._same_tail(position, end):
             return
         start = self.cache.tail_start(position, 0)
         blocks, keys = position // self.naming.page_size, self._keys.setdefault(request, [])
         self.naming.extend(keys, request.tenant, request.tokens, blocks)
-        rows = self.cache.read_tail(self._followed[request].pages, request.lane, start, position)
+        rows = self.cache.read_tail(pages, request.lane, start, position)
         holder = self.replicas.holder(keys, blocks - 1)
         self.rows.offer(holder, keys[blocks - 1], Snapshot(start, position, self.naming.page_size, rows))
 
@@ -186,22 +186,24 @@ class KvSide:
             if request in self._followed:
                 self._followed[request].end = chunk.end
             while request.rows_due and request.rows_due[0] <= chunk.end:
-                self._hand_rows(request, request.rows_due.pop(0), chunk.end)
+                self._hand_rows(request, self._followed[request].pages, request.rows_due.pop(0), chunk.end)
         if plan.prefills and self.prefix is not None:
             self.prefix.cost.prefill.add(plan.tokens, total_ns * 1e-9)
 
     def ended(self, request: Request) -> None:
         """A request is over. To be called before anything else is written to its pages."""
+        self.handover.forget(request.key)  # first: what fails behind it must not leave pages to be read as another's
         if load := self._loads.pop(request, None):
             load.cancelled = True
             del self._requests[request.key]
-        followed = self._followed.get(request)
-        # Whoever goes on with the answer begins here. A step behind it may have been launched, and be committed or not.
-        if followed is not None and request.generated and self._same_tail(followed.end, request.computed):
-            self._hand_rows(request, followed.end // self.naming.page_size * self.naming.page_size, followed.end)
-        self._keys.pop(request, None)
-        self._followed.pop(request, None)
-        self.handover.forget(request.key)
+        followed = self._followed.pop(request, None)
+        try:
+            # Whoever goes on with the answer begins here. A step behind it may have been launched, and be committed or not.
+            if followed is not None and request.generated and self._same_tail(followed.end, request.computed):
+                whole = followed.end // self.naming.page_size * self.naming.page_size
+                self._hand_rows(request, followed.pages, whole, followed.end)
+        finally:
+            self._keys.pop(request, None)
 
     def status(self) -> router_pb2.KvStatus:
         """Counters since start. Any thread."""

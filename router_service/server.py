@@ -18,10 +18,10 @@ from forefetch.telemetry import names
 from forefetch.telemetry.book import timings_message
 from forefetch.telemetry.context import from_metadata
 from forefetch.v1 import router_pb2, router_pb2_grpc
-from router_service.answer import Answer, FinishOut, TokenOut
+from router_service.answer import Answer, Delivery, Event, FinishOut, TokenOut
 from router_service.asking import Reader
 from router_service.conversations import Conversations, Opened
-from router_service.engine import Delivery, Engine, Event
+from router_service.engine import Engine
 from router_service.live import Live
 from router_service.recorder import Recorder
 from router_service.scheduler import Request

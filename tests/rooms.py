@@ -62,6 +62,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "device": (
         *(
             "engine",
+            "streams",
             "flight",
             "trunk",
             "decoder",

@@ -227,7 +227,7 @@ def test_requests_that_end_while_a_lane_breaks() -> None:
             put(engine.rig, f"r{n}", tuple(range(n, n + 12 + 9 * n)), 60, SamplingParams())
     run_long(plain.rig)
     ends = {9: 0, 23: 3, 40: 1, 57: 4}
-    requests = {name: request for request, stream in rig.rig.engine._streams.items() for name in (stream.sink,)}
+    requests = {name: request for request, stream in rig.rig.engine._streams.open.items() for name in (stream.sink,)}
     step = 0
     while rig.rig.engine.step():
         step += 1
