@@ -44,11 +44,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     if args.json:
         print(json.dumps(report.as_json(found, spec), indent=1))
     else:
-        screen = Console(highlight=False)
-        screen.print(report.table(found, spec, contexts))
-        if (beside := report.pairs(found, spec, contexts)).row_count:
-            screen.print(beside)
-        screen.print(plots.chart(found, spec, contexts[-1]), no_wrap=True)
+        plots.show(found, spec, contexts)
     if args.plot:
         plots.picture(found, spec, contexts[-1], args.plot)
     return 0

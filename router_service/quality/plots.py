@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.text import Text
 
 from forefetch.errors import ConfigError
@@ -14,15 +15,26 @@ from forefetch.spec import ModelSpec
 from router_service.quality.cells import Interval
 from router_service.quality.measure import Measured
 from router_service.quality.peers import PEERS
-from router_service.quality.report import in_order
+from router_service.quality.report import in_order, pairs, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+COLUMNS = 100
 WIDTH = 48
 """Characters of the terminal's scale."""
 KINDS = {"formats": ("o", "-", "C0"), "min-max": ("s", "--", "C1"), "transformers": ("D", "", "C2")}
 """Marker, line, colour."""
+
+
+def show(found: Sequence[Measured], spec: ModelSpec, contexts: Sequence[int]) -> None:
+    """Prints tables and chart on standard output, as wide as they need: a terminal may wrap them, nothing is cut."""
+    screen = Console(highlight=False)
+    screen.width = max(screen.width, COLUMNS)
+    screen.print(table(found, spec, contexts))
+    if (beside := pairs(found, spec, contexts)).row_count:
+        screen.print(beside)
+    screen.print(chart(found, spec, contexts[-1]), no_wrap=True)
 
 
 def chart(found: Sequence[Measured], spec: ModelSpec, context: int) -> Text:

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from forefetch.kernels.kv_codec import KvFormat
 from router_service.quality import plots, report
@@ -67,13 +65,12 @@ def test_json_has_one_object_for_each_format_and_context() -> None:
     assert one["texts"]["tale"]["divergence"] == one["divergence"]
 
 
-def test_what_is_printed_fits_a_terminal_of_100_columns() -> None:
-    found = measured()
-    console = Console(width=100, record=True, file=StringIO())
-    console.print(report.table(found, SPEC, CONTEXTS))
-    console.print(report.pairs(found, SPEC, CONTEXTS))
-    console.print(plots.chart(found, SPEC, 4096), no_wrap=True)
-    text = console.export_text()
+def test_what_is_printed_takes_100_columns_and_is_never_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    plots.show(measured(), SPEC, CONTEXTS)
+    text = capsys.readouterr().out
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 100
     chart = text[text.index("KL of predictions") :]
