@@ -2,13 +2,13 @@
 
     python -m benchmarks.slot_hints [--quick] [--seconds N] [--model DIR] [--record]
 
-One router in one process turns its hints on for 16 steps and off for 80, and so on. The median step of 16 with hints is
-compared with the 16 before and the second 16 behind, in which there are none and slots no longer hold what hints brought: a
-fifth of a second, by the hundred, in which neither a slow hour of the machine nor where a process lies in memory counts. What
-is given is the median of these differences with a 95 % interval that assumes nothing of their distribution (order statistics).
-A placebo, 16 steps without hints that are compared in the same way, says how much of it is none: some, -1 to -5 %,
-so that only what goes beyond its interval is shown. Medians of steps, so that single slow ones do not count. Beside them: how
-many experts a step needed and did not find, and how long it waited for copies.
+One router in one process turns its hints on for 16 steps and off for 112, and so on. The median step of 16 with hints is
+compared with the 16 before and the third 16 behind, in which there are none and slots no longer hold what hints or prompts
+brought: a fifth of a second, by the hundred, in which neither a slow hour of the machine nor where a process lies in memory
+counts. What is given is the median of these differences with a 95 % interval that assumes nothing of their distribution (order
+statistics). A placebo, 16 steps without hints that are compared in the same way, says how much of it is none; the gain is each
+window's difference less that of the placebo beside it. Medians of steps, so that single slow ones do not count. Beside them:
+how many experts a step needed and did not find, and how long it waited for copies.
 
 With the defaults it takes some seven minutes: stored and int8 experts, slots for 25 % and 50 %, one and four streams. Answers
 are checked against those of a router whose experts all have slots.
@@ -36,8 +36,10 @@ from forefetch.cluster import Cluster, ClusterConfig, Extra
 from forefetch.process import Process
 
 WINDOW = 16
-WINDOWS = 13
-"""Of a run: two rounds of `switching_router.WAYS`, and a last one off."""
+WINDOWS = 18
+"""Of a run: a first one that is thrown away, two rounds of `switching_router.WAYS`, and a last one off."""
+BEHIND = 3
+"""So many windows after one that is looked at hints' traces are gone."""
 TOKENS = WINDOW * WINDOWS + 2
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -66,13 +68,13 @@ def windows(notes: Sequence[tuple[int, str, Sequence[int]]]) -> list[Window]:
 
 
 def effects(runs: Sequence[Sequence[Window]], way: str) -> list[float]:
-    """Of each window of a way, by how much of a step it is slower than its neighbours, the one behind being twice as far: steps
+    """Of each window of a way, by how much of a step it is slower than its neighbours, the one behind being farther away: steps
     take longer as their context grows."""
     found = []
     for run in runs:
-        for before, now, behind in zip(run, run[1:], run[3:], strict=False):
+        for before, now, behind in zip(run, run[1:], run[1 + BEHIND :], strict=False):
             if now.way == way:
-                off = (2 * before.ms + behind.ms) / 3
+                off = (BEHIND * before.ms + behind.ms) / (BEHIND + 1)
                 found.append(100 * (now.ms - off) / off)
     return found
 
@@ -130,8 +132,10 @@ def show(case: str, runs: list[list[Window]]) -> list[Row]:
     of = {way: [window for run in runs for window in run if window.way == way] for way in ("off", "hints", "placebo")}
     rows = []
     print(f"{case}: {len(of['hints'])} pairs")
-    for way in ("hints", "placebo"):
-        value, low, high = interval(effects(runs, way))
+    found = {way: effects(runs, way) for way in ("hints", "placebo")}
+    found["gain"] = [hints - none for hints, none in zip(found["hints"], found["placebo"], strict=True)]
+    for way, differences in found.items():
+        value, low, high = interval(differences)
         print(f"  {way:8} {value:+6.2f} %  [{low:+.2f}, {high:+.2f}]")
         rows += [
             Row("slot_hints", f"{case}, {way}", f"time per token, {name}", x, "%")

@@ -15,9 +15,9 @@ from router_service import __main__ as router
 from router_service import build
 from router_service.hints import OFF, PLAIN, Hints
 
-WAYS = "off", "hints", "after", "off", "placebo", "after"
-"""What windows are called, in turn. A placebo's hints are off, as are those of windows that come after one with hints, in which
-slots still hold what hints brought: these are compared with nothing."""
+WAYS = "off", "hints", "after", "after", "off", "placebo", "after", "after"
+"""What windows are called, in turn. A placebo's hints are off, as are those of windows "after", which are compared with
+nothing: slots still hold what hints brought, and in a run's first window, which is one too, what its prompts brought."""
 
 
 class Switching:
@@ -33,8 +33,8 @@ class Switching:
         if batch.prefills:
             self._keep()
             return self._begin(batch, stamps)
-        turn = len(self._notes) // self._window
-        way = WAYS[(turn + 3 * (self._runs % 2)) % len(WAYS)]  # runs begin with hints and with the placebo in turn
+        turn = len(self._notes) // self._window - 1 + len(WAYS) // 2 * (self._runs % 2)  # hints or the placebo first, in turn
+        way = WAYS[turn % len(WAYS)]
         self._hints.setting = PLAIN if way == "hints" else OFF
         core = self._hints._workers.rows[0].link.core  # type: ignore[union-attr]
         self._notes.append((perf_counter_ns(), way, (*core.verified, core.copy_wait_ns)))

@@ -52,7 +52,8 @@ class Between:
             behind=np.zeros((count, hidden), np.float32),
             inputs=np.zeros((count, 2 * hidden), np.float32),
             chances=np.zeros((count, padded(outputs)), np.float32),
-            missed=np.zeros(experts),
+            worth=np.zeros(outputs if foresight else 0),
+            order=np.zeros(outputs if foresight else 0, np.int64),
             named=np.zeros(len(spec.moe_layers), np.int64),
             task=np.zeros(between.NUMBERS, np.int64),
         )

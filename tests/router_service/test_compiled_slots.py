@@ -49,7 +49,7 @@ class SlotRig(Rig):
         self.named = False  # in a compiled step
         config = ExpertConfig(model=str(folder), device="cpu", slots=slots, experts=experts)
         self.workers = Workers(self.spec, ["local"], lambda _address: expert.local(config))
-        self.workers.wait_complete(60.0)
+        self.workers.wait_complete(150.0)  # it may compile first
         self.core = self.workers.rows[0].link.core  # type: ignore[union-attr]
         self.residency = self.core.experts.residency
         if self.residency is not None:
@@ -76,7 +76,6 @@ class SlotRig(Rig):
             if step == TOKENS // 2:
                 self.add(prompt[: PROMPTS[-1]], max_tokens=TOKENS)
             self.compiled._ahead.heads.pace[:] = 1e12  # so short a layer leaves no time for a copy
-            self.compiled._between.seen.task[between.PACE] = 10**12
             logits = self.step()
             if logits is None:
                 break
@@ -125,7 +124,7 @@ def _slow(board: np.ndarray, number: int, model: Any, buffers: Any, experts: Any
     draw, jobs = random.Random(number), moving.jobs
     while not OVER.is_set():
         ahead.help_naming(model, heads, moving, experts, buffers.order)
-        between.help_expecting(model, seen, moving, experts, buffers.order)
+        between.help_expecting(board, model, seen, moving, experts, buffers.order)
         for at in range(len(jobs.word)):
             if jobs.word[at] == copier.QUEUED:
                 time.sleep(draw.random() * 0.0005)

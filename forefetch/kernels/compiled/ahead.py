@@ -81,11 +81,11 @@ def begun(task, jobs):
 
 @compiled()
 def returned(task, jobs):
-    """Takes a task back or waits for its end: who made it has it again."""
+    """Takes a task back, or waits until its piece under way is done: who made it has it again."""
     at = address_of(task)
-    if get(at) != FREE and not begun(task, jobs):
+    if get(at) != FREE:
         began = clock_ns()
-        while get(at) != DONE:
+        while get(at) != DONE and not begun(task, jobs):
             if clock_ns() - began > YIELD_NS:
                 give_way()
     put(at, FREE)
@@ -111,7 +111,7 @@ def name(model, heads, moving, experts, order):
     moving.counts[layer, NAMED] = found
     number, until = experts.number[place_of_layer], heads.task[POSTED] + heads.pace[layer]
     mark(moving, heads.missed, number, found)
-    wish(moving, heads.missed, number, place_of_layer, found, FLOOR, until)
+    wish(moving, heads.missed, number, place_of_layer, found, until)
 
 
 @compiled()
@@ -178,15 +178,13 @@ def mark(moving, missed, number, found):
 
 
 @compiled()
-def wish(moving, missed, number, place_of_layer, found, least, until):
-    """Has missing ones copied that are as likely as `least`: as many as there is time for until then, none in place of what
-    is needed sooner."""
+def wish(moving, missed, number, place_of_layer, found, until):
+    """Has missing ones of those named copied: as many as there is time for until then, none in place of what is needed
+    sooner."""
     table, jobs = moving.table, moving.jobs
     each, left = jobs.numbers[EACH_NS], until - clock_ns()
     for i in range(found):
         expert, chance = number[moving.named[i]], 1.0 - missed[moving.named[i]]
-        if chance < least:
-            break
         if table.slot_of[expert] != NOWHERE:
             continue
         before = pending(jobs)

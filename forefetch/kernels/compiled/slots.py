@@ -23,8 +23,14 @@ def used(table, layer, experts, uses):
         table.fast[experts[i]] += FAST * uses[i]
         table.slow[experts[i]] += SLOW * uses[i]
     for expert in range(begin, end):
-        table.gap[expert] = gap_of(table, FAST_SHARE * table.fast[expert] + (1 - FAST_SHARE) * table.slow[expert])
+        table.gap[expert] = gap_of(table, usually(table, expert))
     table.numbers[AT] = layer
+
+
+@compiled(fastmath=False)
+def usually(table, expert):
+    """With what probability a call of its layer needs an expert."""
+    return FAST_SHARE * table.fast[expert] + (1 - FAST_SHARE) * table.slow[expert]
 
 
 @compiled(fastmath=False)
@@ -56,10 +62,16 @@ def place(table, expert, unless, needed):
         if slot == NOWHERE:
             return slot
         evict(table, slot)
+    seat(table, expert, slot)
+    return slot
+
+
+@compiled()
+def seat(table, expert, slot):
+    """An empty slot is the expert's, who is not there yet."""
     table.expert_in[slot], table.slot_of[expert] = expert, slot
     table.ready[slot] = table.unused[slot] = False
     table.held[table.layer_of[expert]] += 1
-    return slot
 
 
 @compiled(fastmath=False)

@@ -174,7 +174,7 @@ def assist(board, number, model, buffers, experts, moving, heads, seen):
     while rest(board, number, more):
         if moving is not None:
             help_naming(model, heads, moving, experts, buffers.order)
-            help_expecting(model, seen, moving, experts, buffers.order)
+            help_expecting(board, model, seen, moving, experts, buffers.order)
         item = take(board)
         while item >= 0:
             kind = board[KIND]
