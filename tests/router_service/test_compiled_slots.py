@@ -171,25 +171,62 @@ def test_foresight_changes_no_bit(copying: str, folder: Path, resident: dict[str
         assert not rig.compiled._moving.hinted.any()  # type: ignore[union-attr]
 
 
+def test_foresight_brings_what_is_worth_most_in_place_of_what_is_worth_least(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "assist", _never)
+    monkeypatch.setattr("router_service.compiled.helpers", lambda _spare: 1)
+    rig = SlotRig(folder, "50%", foresight=True)
+    rig.answers()
+    seen, moving = rig.compiled._between.seen, rig.compiled._moving
+    assert moving is not None
+    table, worth, usual, exchanged = moving.table, seen.worth, moving.table.gap.copy(), 0
+    assert rig.whole.lend()
+    worth[:] = np.random.default_rng(3).random(len(worth)) * (1 + between.USUAL)
+    between.sort(worth, seen.order)
+    seen.task[[between.LIKELY, between.UNLIKELY]] = len(worth), 0
+    table.gap[:] = 0.0
+    while True:
+        before = table.slot_of.copy()
+        if not between.exchange(seen, moving):
+            break
+        (comes,), (goes,) = (
+            np.flatnonzero((before < 0) & (table.slot_of >= 0)),
+            np.flatnonzero((before >= 0) & (table.slot_of < 0)),
+        )
+        bucket = (1 + between.USUAL) / between.BUCKETS
+        assert worth[comes] > worth[before < 0].max() - bucket
+        assert worth[comes] - worth[goes] >= between.GAIN
+        exchanged += 1
+    assert exchanged > 1
+    seen.task[between.WORD] = copier.QUEUED
+    moving.jobs.numbers[copier.WAITING] += 1
+    rig.compiled._still()
+    rig.check()  # nobody had begun these copies
+    assert np.array_equal(table.gap, usual)
+    assert (table.expert_in < 0).sum() == exchanged
+
+
 def test_foresight_is_counted_for_what_it_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router_service.compiled.helpers", lambda _spare: 1)
     rig = SlotRig(folder, "50%", foresight=True)
-    for _ in range(20):
+    named = HINT_COUNTS.index("named")
+    for _ in range(100):
         rig.answers()
-        if rig.core.verified.hits:
-            break  # else its helper had no core
+        if rig.ring.layer_totals()[0, named] and rig.core.verified.hits:
+            break  # else its helper had no core; what prompts were hinted is never the first layer's
     hits, late = rig.core.verified[:2]
     totals = dict(zip(HINT_COUNTS, rig.ring.layer_totals().sum(axis=0).tolist(), strict=False))
     assert hits > 0
     assert hits + late == totals["found"] <= totals["named"]
-    assert rig.ring.layer_totals()[0, HINT_COUNTS.index("named")] > 0, "the first layer is foreseen too"
+    assert rig.ring.layer_totals()[0, named] > 0, "the first layer is foreseen too"
     assert rig.core.verified.copied_bytes == rig.core.experts.copied.bytes > 0
 
 
 def test_counts_are_true(copying: str, folder: Path) -> None:
     rig = SlotRig(folder, "50%")
     rig.answers()
-    for _ in range(0 if "never" in copying else 20):
+    for _ in range(0 if "never" in copying else 100):
         if rig.named:
             break
         rig.answers()  # a helper that had no core comes too late

@@ -39,7 +39,7 @@ WORD, ROWS, STOP, RANKED, LIKELY, UNLIKELY = range(6)
 NUMBERS = 6
 USUAL = 0.3
 """How much of an expert's worth is how often it is needed, beside its chance in the next step."""
-GAIN = 0.15
+GAIN = 0.3
 """By so much an expert must be worth more than another to come in its place (both chosen on recorded traces)."""
 BUCKETS = 128
 
