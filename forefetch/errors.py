@@ -8,6 +8,7 @@
     |  |- StaleEpoch                  someone else has taken this over         FAILED_PRECONDITION
     |  `- UnsupportedModel            a family, flag or rope type we do not run  FAILED_PRECONDITION
     |- Overloaded                     the queue is full; come back later         RESOURCE_EXHAUSTED
+    |- Unread                         the caller left its stream unread          RESOURCE_EXHAUSTED
     |- Unavailable                    a part of the cluster is missing           UNAVAILABLE
     |  |- LinkDown                    a worker link broke; its step is replayed  UNAVAILABLE
     |  `- Draining                    this process is going away                 UNAVAILABLE
@@ -72,6 +73,12 @@ class Overloaded(ForefetchError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class Unread(ForefetchError):
+    """The caller did not take what was ready for it, for longer than the router keeps it."""
+
+    code = "RESOURCE_EXHAUSTED"
 
 
 class Unavailable(ForefetchError):

@@ -24,6 +24,7 @@ from forefetch.telemetry.spans import Exporter
 from forefetch.v1 import router_pb2_grpc
 from router_service import build, models
 from router_service.asking import Reader
+from router_service.callers import Callers
 from router_service.config import RouterConfig
 from router_service.engine import Engine
 from router_service.flight import Parts
@@ -37,6 +38,8 @@ from router_service.text import Text
 from router_service.workers import Workers
 
 SERVICE = "forefetch.v1.RouterService"
+MOST_BYTES = 8 << 20
+"""Of a message from a user: texts may have 4 MiB, and a million token ids take less."""
 
 
 async def serve(config: RouterConfig) -> None:
@@ -63,16 +66,18 @@ async def serve(config: RouterConfig) -> None:
     conversations = build.conversations(checkpoint.digest, reader, kv)
     if kv is not None:
         kv.sessions.fence = engine.fail
-    servicer = RouterServicer(engine, reader, conversations, recorder, status, Authenticator.of(config))
+    callers = Callers(config.max_streams, config.unread_s)
+    servicer = RouterServicer(engine, reader, conversations, recorder, status, Authenticator.of(config), callers)
     server = await rpc.serve_aio(
         config,
         SERVICE,
         lambda server: router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server),
         on_drain=engine.drain,
-        busy=lambda: engine.busy,
+        busy=lambda: engine.busy or len(callers) > 0,
         registry=registry,
         vitals=_vitals(engine, config.step_timeout_s),
         loaded=True,
+        most_bytes=MOST_BYTES,
     )
     try:
         with _followed(config, dispatch.workers):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from forefetch.errors import BadRequest, UnsupportedModel
 
+MAX_MESSAGES = 10_000
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
 MAX_TOP_LOGPROBS = 20
@@ -96,10 +97,10 @@ def default_sampling(generation_config: Mapping[str, object]) -> SamplingParams:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UnsupportedModel(f"generation_config.json: {name} {value!r} is not a number")
-    params = SamplingParams(**{**values, "top_k": max(0, int(values["top_k"]))})  # type: ignore[call-overload]
     try:
+        params = SamplingParams(**{**values, "top_k": max(0, int(values["top_k"]))})  # type: ignore[call-overload]
         _check_sampling(params)
-    except BadRequest as error:
+    except (BadRequest, ValueError, OverflowError) as error:  # the last two of a top_k that is not finite
         raise UnsupportedModel(f"generation_config.json: {error}") from None
     return params
 
@@ -110,6 +111,22 @@ def check_text(text: str, limits: Limits, field: str = "text") -> None:
         raise BadRequest(field, "is empty; at least one character is needed")
     if (size := len(text.encode())) > limits.max_prompt_bytes:
         raise BadRequest(field, f"has {size} bytes; the limit is {limits.max_prompt_bytes}")
+
+
+def check_length(form: str, tokens: int, limits: Limits) -> None:
+    """Whether a prompt of so many tokens leaves room for an answer. Raises BadRequest."""
+    if tokens == 0:
+        raise BadRequest(form, "the prompt has no tokens; at least one is needed")
+    if tokens >= limits.context:
+        raise BadRequest(
+            form, f"the prompt has {tokens} tokens; the context of {limits.context} takes at most {limits.context - 1}"
+        )
+
+
+def check_messages(count: int) -> None:
+    """Bounds the turns of a conversation before any of them is looked at. Raises BadRequest."""
+    if count > MAX_MESSAGES:
+        raise BadRequest("chat.messages", f"has {count} messages; the limit is {MAX_MESSAGES}")
 
 
 def check_chat(messages: Sequence[tuple[str, str]], limits: Limits) -> None:
@@ -130,6 +147,8 @@ def admit(ask: Ask, limits: Limits, *, seed: int, request_id: str) -> Admitted:
     """
     max_tokens, context_limited = _check_lengths(ask, limits)
     _check_ids("tokens.ids" if ask.form == "tokens" else ask.form, ask.prompt, limits.vocab_size)
+    if len(ask.stop_token_ids) > limits.vocab_size:
+        raise BadRequest("stop.token_ids", f"has {len(ask.stop_token_ids)} ids; the vocabulary has {limits.vocab_size}")
     _check_ids("stop.token_ids", ask.stop_token_ids, limits.vocab_size)
     _check_stop_strings(ask.stop_strings)
     check_request_id(ask.request_id)
@@ -147,14 +166,8 @@ def admit(ask: Ask, limits: Limits, *, seed: int, request_id: str) -> Admitted:
 
 def _check_lengths(ask: Ask, limits: Limits) -> tuple[int, bool]:
     """Prompt and answer against the context -> (max_tokens, whether the context is what limits it)."""
-    length = len(ask.prompt)
-    if length == 0:
-        raise BadRequest(ask.form, "the prompt has no tokens; at least one is needed")
-    room = limits.context - length
-    if room < 1:
-        raise BadRequest(
-            ask.form, f"the prompt has {length} tokens; the context of {limits.context} takes at most {limits.context - 1}"
-        )
+    check_length(ask.form, len(ask.prompt), limits)
+    room = limits.context - len(ask.prompt)
     wanted = limits.default_max_tokens if ask.max_tokens is None else ask.max_tokens
     if wanted < 1:
         raise BadRequest("stop.max_tokens", f"is {wanted}; it must be at least 1")

@@ -27,6 +27,8 @@ class Reader:
     async def admit(self, request: router_pb2.GenerateRequest, before: Sequence[int] = ()) -> admission.Admitted:
         """Checks every field. `before`: tokens of the conversation that the prompt goes on with. Raises BadRequest."""
         form = request.WhichOneof("prompt") or "prompt"
+        if form == "tokens":  # copied only if it fits: a message holds millions
+            admission.check_length(form, len(before) + len(request.tokens.ids), self.limits)
         prompt = [*before, *await (self.following(request, before) if before else self.prompt_ids(request))]
         sampling, stop = request.sampling, request.stop
         ask = admission.Ask(
@@ -78,6 +80,7 @@ class Reader:
         if form == "text":
             admission.check_text(request.text, self.limits)
         else:
+            admission.check_messages(len(request.chat.messages))
             admission.check_chat(_turns(request), self.limits)
         return self.text
 

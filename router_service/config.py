@@ -119,6 +119,12 @@ class RouterConfig(AuthConfig, DiscoveryConfig, CacheConfig):
         256, """Requests that may wait for a place. One more is refused with RESOURCE_EXHAUSTED and a time to come back."""
     )
     default_max_tokens: int = setting(512, "max_tokens of requests that set none.")
+    unread_s: float = setting(
+        60.0,
+        """Seconds that a message of a stream may wait for its reader to make room for it. After it the stream ends in
+        RESOURCE_EXHAUSTED, behind what was sent. Streams whose answer is complete and unread are kept in memory until then; of
+        these, and of those that are being opened, there may be as many as --max-batch and --max-waiting together.""",
+    )
     worker_grace_s: float = setting(
         30.0,
         """Seconds that streams pause for a lost worker to come back. After it, every request ends in UNAVAILABLE
@@ -175,7 +181,7 @@ class RouterConfig(AuthConfig, DiscoveryConfig, CacheConfig):
         for name in ("max_context", "prompt_rows", "threads", "worker_grace_s", "start_timeout_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{flag(name)}: must not be negative")
-        for name in ("step_timeout_s", "p2p_patience_s"):
+        for name in ("step_timeout_s", "p2p_patience_s", "unread_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{flag(name)}: must be positive")
         self._check_p2p()
@@ -197,6 +203,11 @@ class RouterConfig(AuthConfig, DiscoveryConfig, CacheConfig):
             raise ConfigError("--link p2p: name the --workers; the local one needs no link")
         if self.link == "p2p" and self.miss == "shadow":
             raise ConfigError("--miss shadow and --link p2p: lanes do not tell what was shadowed")
+
+    @property
+    def max_streams(self) -> int:
+        """Most open calls of Generate: those with a place in batch or queue, and as many that are being opened or not read."""
+        return 2 * (self.max_batch + self.max_waiting)
 
     @property
     def rounding(self) -> str:

@@ -28,7 +28,7 @@ log = logging.getLogger("forefetch.router")
 
 IDLE_WAIT_S = 0.5  # idle: how long until deadlines of waiting requests are looked at again
 BAD_LOGITS = "the model produced no usable logits for this request"
-STALL_WAIT_S = 0.02  # a worker is missing: how long until the table is looked at again
+STALL_WAIT_S = 0.02  # workers or pages are missing: how long until they are looked for again
 ENDED = "the router has failed and will be restarted"
 
 
@@ -86,6 +86,13 @@ class Engine:
         request.error = error
         self._wake.set()
 
+    def end(self, request: Request, error: ForefetchError | None) -> None:
+        """Nobody takes its events any more: because of `error`, or because the caller went away."""
+        if error is not None:
+            self.fail(request, error)
+        else:
+            self.cancel(request)
+
     def drain(self) -> None:
         """Refuses new requests from now on; running and waiting ones go on."""
         with self._streams.lock:
@@ -136,14 +143,20 @@ class Engine:
             try:
                 if not self.step():
                     self.parts.workers.sweep()
-                    self._wake.wait(STALL_WAIT_S if self._missing_since is not None else IDLE_WAIT_S)
+                    self._wake.wait(STALL_WAIT_S if self._stalled else IDLE_WAIT_S)
                     self._wake.clear()
             except Exception as error:  # a defect: its requests must not hang, and the process stays up
                 log.exception("step %d failed", self._step)
-                self._streams.end_all(error if isinstance(error, ForefetchError) else ForefetchError("internal error"))
+                # What a worker says of a frame, say, is for the log: it would blame the caller.
+                self._streams.end_all(error if isinstance(error, Unavailable) else ForefetchError("internal error"))
                 self._abandon()
         self._streams.end_all(Draining("the router is shutting down"))
         self._abandon()
+
+    @property
+    def _stalled(self) -> bool:
+        """Somebody waits for what wakes nobody up: a worker, or pages that a hand-over has yet to let go of."""
+        return self._missing_since is not None or bool(self.parts.scheduler.waiting)
 
     def step(self) -> bool:
         """One step. False when there was nothing to do."""

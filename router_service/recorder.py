@@ -6,12 +6,23 @@ from time import perf_counter_ns, time_ns
 
 from prometheus_client import CollectorRegistry
 
+from forefetch.rpc.auth import ANONYMOUS
 from forefetch.telemetry.book import RequestBook, RequestRecord
 from forefetch.telemetry.context import SpanContext
 from forefetch.telemetry.metrics import RouterMetrics
 from forefetch.telemetry.ring import StepRing, StepStamps, Timings
 from forefetch.telemetry.spans import Exporter
+from forefetch.v1 import router_pb2
 from router_service.scheduler import Plan, Request
+
+
+def _name(request_id: str, tenant: str) -> str:
+    """What the book knows a request by: tenants never meet, and no caller's id has a slash."""
+    return request_id if tenant in ("", ANONYMOUS) else f"{tenant}/{request_id}"
+
+
+def _name_of(request: Request) -> str:
+    return _name(request.request_id, request.tenant)
 
 
 class Recorder:
@@ -34,22 +45,30 @@ class Recorder:
 
     # ---- requests ----
 
+    def check_free(self, request_id: str, tenant: str) -> None:
+        """BadRequest when a running request of this tenant has that id."""
+        self.book.check_free(_name(request_id, tenant))
+
+    def trace(self, request_id: str, tenant: str) -> router_pb2.GetTraceResponse:
+        """The waterfall of a tenant's running or remembered request. NotFound otherwise."""
+        return self.book.trace(_name(request_id, tenant))
+
     def arrive(self, request: Request, parent: SpanContext | None, operation: str) -> int:
         """A request was read from the wire; returns its arrival on the monotonic clock, nanoseconds."""
         now = perf_counter_ns()
         sampled = self.exporter.sampled(parent)
-        context = self.book.arrive(request.request_id, time_ns(), now, parent, sampled, operation=operation)
+        context = self.book.arrive(_name_of(request), time_ns(), now, parent, sampled, operation=operation)
         self._contexts[request] = context
         self._operations[request], self._last_token[request] = operation, now
         return now
 
     def admitted(self, request: Request) -> None:
         """It left the queue."""
-        self.book.admitted(request.request_id, perf_counter_ns())
+        self.book.admitted(_name_of(request), perf_counter_ns())
 
     def loaded(self, request: Request) -> None:
         """Its cached prefix is there, as far as it comes."""
-        self.book.loaded(request.request_id, perf_counter_ns(), request.cached)
+        self.book.loaded(_name_of(request), perf_counter_ns(), request.cached)
 
     def token(self, request: Request) -> None:
         """It got a token."""
@@ -65,7 +84,7 @@ class Recorder:
         if self._contexts.pop(request, None) is None:
             return
         record: RequestRecord | None = self.book.finished(
-            request.request_id,
+            _name_of(request),
             perf_counter_ns(),
             status,
             finish_reason=reason,
@@ -97,7 +116,7 @@ class Recorder:
             prefill = max(0, min(chunk.start + chunk.count, len(chunk.request.prompt)) - chunk.start)
             prompt_tokens += prefill
             index = chunk.request.generated if chunk.samples else None
-            self.book.worked(chunk.request.request_id, step, index, prefill)
+            self.book.worked(_name_of(chunk.request), step, index, prefill)
             chunk.request.shadow_experts += timings.shadow_experts
         completion = sum(chunk.samples for chunk in plan.chunks)
         self.metrics.step_finished(timings, prompt_tokens=prompt_tokens, completion_tokens=completion)

@@ -182,12 +182,12 @@ class Scheduler:
         """Takes cancelled, failed and expired requests out, frees their pages, and says why each ended."""
         ended: list[tuple[Request, ForefetchError]] = []
         for request in (*self.waiting, *self.running):
-            if request.cancelled:
-                ended.append((request, Cancelled("cancelled by the client")))
-            elif request.error is not None:
+            if request.error is not None:
                 ended.append((request, request.error))
-            elif request.deadline is not None and now >= request.deadline:
+            elif request.deadline is not None and now >= request.deadline:  # of which gRPC makes a cancellation as well
                 ended.append((request, DeadlineExceeded("the request's deadline passed")))
+            elif request.cancelled:
+                ended.append((request, Cancelled("cancelled by the client")))
         for request, _ in ended:
             self.remove(request, now)
         return ended

@@ -20,6 +20,7 @@ from forefetch.telemetry.context import from_metadata
 from forefetch.v1 import router_pb2, router_pb2_grpc
 from router_service.answer import Answer, Delivery, Event, FinishOut, TokenOut
 from router_service.asking import Reader
+from router_service.callers import Callers
 from router_service.conversations import Conversations, Opened
 from router_service.engine import Engine
 from router_service.live import Live
@@ -65,9 +66,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         recorder: Recorder,
         status: Status,
         auth: Authenticator,
+        callers: Callers,
     ) -> None:
         self._engine, self._reader, self._conversations = engine, reader, conversations
-        self._recorder, self._status, self._auth = recorder, status, auth
+        self._recorder, self._status, self._auth, self._callers = recorder, status, auth, callers
         self._keys = itertools.count(1)
 
     @aio_handler
@@ -76,9 +78,33 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
         """See router.proto."""
         tenant = self._auth.tenant(context)
-        opened = await self._conversations.open(request, tenant, context.time_remaining())
-        left = context.time_remaining()
-        wanted = Request(
+        with self._callers.one(context) as caller:
+            self._recorder.check_free(request.request_id, tenant)  # before a session is taken from whoever has it
+            opened = await self._conversations.open(request, tenant, context.time_remaining())
+            wanted = self._wanted(opened, tenant, context.time_remaining())
+            operation = names.CHAT if request.WhichOneof("prompt") == "chat" else names.TEXT_COMPLETION
+            arrival = self._recorder.arrive(wanted, from_metadata(context.invocation_metadata()), operation)
+            live, sink, code = self._conversations.prepare(opened, wanted), None, "CANCELLED"
+            try:
+                await self._conversations.follow(live, context.time_remaining())
+                sink = self._submit(wanted)
+                async for message in self._messages(wanted, sink, arrival, opened, live):
+                    caller.waits_since = monotonic()
+                    yield message
+                    caller.waits_since = 0.0
+            except ForefetchError as error:
+                code = error.code
+                raise
+            finally:
+                if sink is None:
+                    self._recorder.finished(wanted, code)  # else the engine says how it ended
+                self._engine.end(wanted, caller.error)
+                self._conversations.leave(live)
+
+    def _wanted(self, opened: Opened, tenant: str, left_s: float | None) -> Request:
+        """What the engine is to run."""
+        now = monotonic()
+        return Request(
             key=next(self._keys),
             request_id=opened.admitted.request_id,
             prompt=opened.admitted.prompt,
@@ -86,25 +112,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             tail=opened.tail,
             tenant=tenant,
             admitted=opened.admitted,
-            arrival=monotonic(),
-            deadline=None if left is None else monotonic() + left,
+            arrival=now,
+            deadline=None if left_s is None else now + left_s,
         )
-        operation = names.CHAT if request.WhichOneof("prompt") == "chat" else names.TEXT_COMPLETION
-        arrival = self._recorder.arrive(wanted, from_metadata(context.invocation_metadata()), operation)
-        live, sink, code = self._conversations.prepare(opened, wanted), None, "CANCELLED"
-        try:
-            await self._conversations.follow(live, left)
-            sink = self._submit(wanted)
-            async for message in self._messages(wanted, sink, arrival, opened, live):
-                yield message
-        except ForefetchError as error:
-            code = error.code
-            raise
-        finally:
-            if sink is None:
-                self._recorder.finished(wanted, code)  # else the engine says how it ended
-            self._engine.cancel(wanted)  # no effect on a request that has ended
-            self._conversations.leave(live)
 
     def _submit(self, request: Request) -> Sink:
         """Hands a request to the engine, unless the tokens that it came with are the whole answer. They come first."""
@@ -181,10 +191,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     @aio_handler
     async def GetTrace(self, request: router_pb2.GetTraceRequest, context: Context) -> router_pb2.GetTraceResponse:
         """See router.proto."""
-        self._auth.tenant(context)
+        tenant = self._auth.tenant(context)
         if not request.request_id:
             raise BadRequest("request_id", "is empty; name the request")
-        return await asyncio.to_thread(self._recorder.book.trace, request.request_id)
+        return await asyncio.to_thread(self._recorder.trace, request.request_id, tenant)
 
 
 def _token(event: TokenOut) -> router_pb2.TokenEvent:

@@ -57,6 +57,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "models",
         "status",
         "asking",
+        "callers",
         "conversations",
     ),
     "device": (

@@ -50,10 +50,10 @@ _SERVICE_CONFIG = json.dumps(
 )
 
 
-def transport_options() -> Options:
-    """Options of both ends."""
+def transport_options(most_bytes: int = MESSAGE_LIMIT) -> Options:
+    """Options of both ends. `most_bytes`: of a message that is received."""
     return [
-        ("grpc.max_receive_message_length", MESSAGE_LIMIT),
+        ("grpc.max_receive_message_length", most_bytes),
         ("grpc.max_send_message_length", MESSAGE_LIMIT),
         ("grpc.max_metadata_size", METADATA_LIMIT),
         ("grpc.absolute_max_metadata_size", 2 * METADATA_LIMIT),
@@ -79,10 +79,10 @@ def channel_options() -> Options:
     ]
 
 
-def server_options() -> Options:
+def server_options(most_bytes: int = MESSAGE_LIMIT) -> Options:
     """Options of a server."""
     return [
-        *transport_options(),
+        *transport_options(most_bytes),
         # The widely copied "min_recv_ping_interval..." is ignored; with it a silent stream dies after a few pings.
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         # Without it two servers share a port silently and each gets half of the calls.

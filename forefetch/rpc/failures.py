@@ -11,6 +11,7 @@ import inspect
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar, cast
 from urllib.parse import unquote
 
@@ -175,8 +176,9 @@ def aio_handler(method: F) -> F:
     async def stream(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
             _check_parsed(request)
-            async for reply in method(self, request, context):
-                yield reply
+            async with aclosing(method(self, request, context)) as replies:  # ends with the call, not when it is collected
+                async for reply in replies:
+                    yield reply
         except Exception as error:
             await _aio_abort(context, error)
 

@@ -19,7 +19,7 @@ import grpc.aio
 
 from forefetch.rpc import health as states
 from forefetch.rpc.binding import bind, bind_probes, enable_reflection, start_metrics
-from forefetch.rpc.channels import server_options
+from forefetch.rpc.channels import MESSAGE_LIMIT, server_options
 from forefetch.rpc.failures import Parsing
 from forefetch.rpc.program import announce
 from forefetch.settings import ServiceConfig
@@ -274,9 +274,11 @@ async def serve_aio(
     registry: CollectorRegistry | None = None,
     vitals: states.Vitals | None = None,
     loaded: bool = False,
+    most_bytes: int = MESSAGE_LIMIT,
 ) -> AioServer:
-    """`serve_sync` for an asyncio server. loaded: the model is there already, only others are still waited for."""
-    server = grpc.aio.server(options=server_options(), interceptors=(Parsing(),))
+    """`serve_sync` for an asyncio server. loaded: the model is there already, only others are still waited for. most_bytes: of
+    a message to it, which is read on the event loop's thread."""
+    server = grpc.aio.server(options=server_options(most_bytes), interceptors=(Parsing(),))
     register(server)
     enable_reflection(config, (name,), server)
     served = AioServer(config, name, server, on_drain, busy, registry, vitals)

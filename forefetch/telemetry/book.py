@@ -19,6 +19,7 @@ from forefetch.v1 import router_pb2
 
 # Layers and calls of one answer, so that building it takes some 0.1 s and 1 MB at most.
 _DETAIL_RECORDS = 30_000
+RUNNING = "is the id of a request that is running"
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +76,7 @@ class _Batch:
 
 
 class RequestBook:
-    """Safe from any thread; `worked` is the engine's and takes no lock."""
+    """Safe from any thread; `worked` is the engine's and takes no lock. Ids here may begin with a tenant and a slash."""
 
     def __init__(self, ring: StepRing, capacity: int, workers: Sequence[str] = ()) -> None:
         """`capacity`: finished requests remembered. `workers`: addresses, in the ring's order."""
@@ -85,6 +86,11 @@ class RequestBook:
         self._done: dict[str, RequestRecord] = {}
         self._batches: list[_Batch | None] = [None] * ring.capacity
         self._lock = Lock()
+
+    def check_free(self, request_id: str) -> None:
+        """BadRequest when a running request has that id."""
+        if request_id in self._running:
+            raise BadRequest("request_id", RUNNING)
 
     def arrive(
         self,
@@ -99,10 +105,10 @@ class RequestBook:
         """Opens a request and returns its span's context. BadRequest when a running request has that id."""
         detail = parent is not None and parent.detail
         context = new_root(sampled) if parent is None else SpanContext(parent.trace_id, parent.child().span_id, sampled, detail)
-        record = RequestRecord(request_id, context, parent, unix_ns, mono_ns, operation)
+        record = RequestRecord(_own_id(request_id), context, parent, unix_ns, mono_ns, operation)
         with self._lock:
             if self._running.setdefault(request_id, record) is not record:
-                raise BadRequest("request_id", "is the id of a request that is running")
+                raise BadRequest("request_id", RUNNING)
             self._done.pop(request_id, None)
         return context
 
@@ -162,7 +168,7 @@ class RequestBook:
         with self._lock:
             record = self._running.get(request_id) or self._done.get(request_id)
         if record is None:
-            raise NotFound(f"no request {request_id!r} is running or remembered")
+            raise NotFound(f"no request {_own_id(request_id)!r} is running or remembered")
         return self.build(record)
 
     def build(self, record: RequestRecord) -> router_pb2.GetTraceResponse:
@@ -203,6 +209,11 @@ class RequestBook:
         slowest = sorted(steps, key=lambda step: step.timings.total_ns, reverse=True)
         middle = slowest[len(slowest) // 2 :][:1]
         return {step.step for step in (middle + slowest)[:allowed]}
+
+
+def _own_id(request_id: str) -> str:
+    """What its caller knows it by."""
+    return request_id.rpartition("/")[2]
 
 
 def timings_message(timings: Timings) -> router_pb2.StepTimings:

@@ -267,12 +267,15 @@ def test_bad_input_is_refused_and_takes_the_session_from_nobody(routers: tuple[R
     first, second = routers
     stream = Background(first, PROMPT, LONG, session=session("kept", START))
     stream.wait_for(2)
+    other = Background(second, PROMPT, LONG, request_id="taken")
+    other.wait_for(1)
     cases: list[tuple[dict[str, Any], grpc.StatusCode, str]] = [
         ({"session": session("", START)}, grpc.StatusCode.INVALID_ARGUMENT, "session.id"),
         ({"session": session("a b", START)}, grpc.StatusCode.INVALID_ARGUMENT, "session.id"),
         ({"session": session("x" * 97, START)}, grpc.StatusCode.INVALID_ARGUMENT, "96"),
         ({"session": session("kept", START)}, grpc.StatusCode.FAILED_PRECONDITION, "session.id"),
         ({"session": session("kept", RESUME)}, grpc.StatusCode.INVALID_ARGUMENT, "tokens"),
+        ({"session": session("kept", CONTINUE), "request_id": "taken"}, grpc.StatusCode.INVALID_ARGUMENT, "request_id"),
         ({"session": session("kept", CONTINUE, 3)}, grpc.StatusCode.INVALID_ARGUMENT, "session.next_index"),
         (
             {"session": session("kept", RESUME, LONG + 1), "tokens": None, "stop": None, "sampling": None},

@@ -63,6 +63,19 @@ def test_a_session_belongs_to_a_tenant(clients: tuple[SyncClient, SyncClient]) -
     assert ann.complete([5], session="talk", max_tokens=1).usage.prompt_tokens >= len(PROMPT) + 2
 
 
+def test_a_request_s_name_and_trace_belong_to_a_tenant(clients: tuple[SyncClient, SyncClient]) -> None:
+    ann, bob = clients
+    running = ann.generate(PROMPT, request_id="mine", max_tokens=100, ignore_eos=True)
+    next(running)
+    assert bob.complete(PROMPT, request_id="mine", max_tokens=2, ignore_eos=True).finish.request_id == "mine"
+    assert len(list(running)) == 100
+    assert len(ann.trace("mine").steps) > len(bob.trace("mine").steps) >= 2
+    assert ann.trace("mine").request_id == "mine"
+    ann.complete([5], request_id="only-mine", max_tokens=1)
+    with pytest.raises(NotFound):
+        bob.trace("only-mine")
+
+
 def test_the_command_sends_a_token(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from forefetch.cli import main
 

@@ -12,13 +12,23 @@ from typing import Any
 import pytest
 import torch
 
-from forefetch.errors import Cancelled, DeadlineExceeded, Draining, ForefetchError, LinkDown, Overloaded, Unavailable
+from forefetch.errors import (
+    BadRequest,
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    ForefetchError,
+    LinkDown,
+    Overloaded,
+    Unavailable,
+)
 from forefetch.settings import ServiceConfig
 from forefetch.telemetry import names
 from forefetch.telemetry.book import RequestBook
 from forefetch.telemetry.metrics import new_registry
 from forefetch.telemetry.ring import StepRing, StepStamps
 from forefetch.telemetry.spans import Exporter
+from router_service import engine
 from router_service.admission import Admitted, SamplingParams
 from router_service.answer import Answer, Delivery, FinishOut, TokenOut
 from router_service.batch import StepBatch, StepBuffers
@@ -256,6 +266,24 @@ def test_nobody_waits_for_a_thread_that_has_ended() -> None:
         rig.submit("d")
     assert not rig.engine.ready
     rig.engine.stop()
+
+
+def test_what_a_worker_says_of_a_frame_is_no_fault_of_the_caller(rig: Rig) -> None:
+    rig.trunk.broken = [BadRequest("rows", "exceed the limit")]
+    rig.submit("a")
+    _, end = rig.result("a")
+    assert (type(end), str(end)) == (ForefetchError, "internal error")
+
+
+def test_who_waits_for_pages_that_a_hand_over_pins_is_looked_after(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "IDLE_WAIT_S", 60.0)
+    pages = rig.scheduler.pool.allocate(29)
+    assert pages is not None
+    rig.submit("a")
+    time.sleep(1.0)  # whoever looks once, and then when it is idle, has looked
+    assert rig.scheduler.waiting
+    rig.scheduler.pool.release(pages)  # nobody is woken up by it
+    assert rig.result("a")[0] == [3, 4, 5, 6]
 
 
 def test_bad_logits_end_one_request_only(rig: Rig) -> None:

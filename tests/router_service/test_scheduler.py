@@ -105,6 +105,13 @@ def test_cancelled_and_expired_requests_free_their_pages_at_once() -> None:
     assert not scheduler.waiting
 
 
+def test_a_deadline_that_passed_is_no_cancellation_though_grpc_cancels_then() -> None:
+    scheduler = make()
+    scheduler.submit(late := request(1, deadline=5.0))
+    late.cancelled = True
+    assert [type(error) for _, error in scheduler.reap(5.0)] == [DeadlineExceeded]
+
+
 def test_sealed_blocks_are_reported_once() -> None:
     scheduler = make()
     scheduler.submit(request(1, prompt=9, max_tokens=5))
