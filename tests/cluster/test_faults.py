@@ -6,25 +6,23 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-from cluster_calls import SMALL, Background, Router, Start, assert_fit_for_a_client, details, request, until
+from cluster_calls import SMALL, Background, Router, Start, assert_fit_for_a_client, details, until
 from google.rpc import error_details_pb2
 from reference_model import CASES, Oracle
 
 from forefetch import rpc
 from forefetch.cluster import Cluster, ClusterConfig, Extra
 from forefetch.errors import Unavailable
-from forefetch.v1 import kv_pb2, kv_pb2_grpc, router_pb2_grpc
+from forefetch.v1 import kv_pb2, kv_pb2_grpc
 
 CASE = "qwen3"
 PROMPT = CASES[CASE].prompt
 LONG = 220
 MAX_BATCH, MAX_WAITING = 4, 2
-UNREAD_S = 2.0
-FLAGS = (*SMALL, f"--max-batch={MAX_BATCH}", f"--max-waiting={MAX_WAITING}", f"--unread-s={UNREAD_S}")
+FLAGS = (*SMALL, f"--max-batch={MAX_BATCH}", f"--max-waiting={MAX_WAITING}")
 
 
 @pytest.fixture(scope="module")
@@ -99,57 +97,6 @@ def test_a_deadline_ends_the_request_and_frees_its_pages(router: Router, cluster
     assert stream.error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     until(lambda: idle(router), 2.0)
     assert router.stats().requests_failed["DEADLINE_EXCEEDED"] == before + 1
-
-
-def unread(address: str) -> tuple[grpc.Channel, Any]:
-    """A stream that nobody reads, and more of it than this end of the connection takes unread."""
-    channel = rpc.channel(address, options=[("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16 << 10)])
-    call = router_pb2_grpc.RouterServiceStub(channel).Generate(request(PROMPT, LONG, top_logprobs=20), timeout=60)
-    return channel, call
-
-
-def test_readers_that_do_not_read_are_bounded_in_number_and_time(
-    router: Router, cluster: Cluster, oracle: Callable[[str], Oracle]
-) -> None:
-    expected = oracle(CASE).greedy(PROMPT, LONG)
-    failed = router.stats().requests_failed["RESOURCE_EXHAUSTED"]
-    streams = []
-    for _ in range(2 * (MAX_BATCH + MAX_WAITING)):  # each has its place until its answer is complete; then the next
-        streams.append(unread(cluster.address))
-        until(lambda: (stats := router.stats()).running < MAX_BATCH and not stats.waiting)
-    with pytest.raises(grpc.RpcError, match="streams are open") as caught:
-        router.generate(PROMPT, 3)
-    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert_fit_for_a_client(caught.value)
-
-    def served() -> bool:
-        try:
-            return router.generate(PROMPT, LONG).tokens == expected
-        except grpc.RpcError:
-            return False
-
-    until(served, 20 * UNREAD_S)
-    assert router.stats().requests_failed["RESOURCE_EXHAUSTED"] == failed, "their answers were complete"
-    for channel, call in streams:
-        tokens: list[int] = []
-        with pytest.raises(grpc.RpcError, match="nothing of the stream was read") as ended:
-            tokens.extend(response.token.token_id for response in call)
-        assert ended.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert_fit_for_a_client(ended.value)
-        assert tokens == expected[: len(tokens)]
-        channel.close()
-
-
-def test_an_unread_stream_that_is_cancelled_ends_its_request(router: Router, cluster: Cluster) -> None:
-    cluster.processes["worker-0"].signal(signal.SIGSTOP)
-    try:
-        channel, call = unread(cluster.address)
-        until(lambda: router.stats().running == 1)
-        call.cancel()
-        channel.close()
-    finally:
-        cluster.processes["worker-0"].signal(signal.SIGCONT)
-    until(lambda: idle(router), 2.0)
 
 
 def test_overload_is_refused_with_a_time_to_come_back(router: Router, oracle: Callable[[str], Oracle]) -> None:
