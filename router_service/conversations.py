@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -70,30 +70,42 @@ class Conversations:
                 raise Mismatch(
                     "session.id: the session holds a conversation already; continue or resume it, or take another id"
                 )
-            return await self._begin(request, name, (), left_s)
+            return await self._start(request, name, left_s)
         if found is None or not found.token_ids:
             raise NotFound(UNKNOWN)
         return await (self._resume if resume else self._go_on)(request, name, found, left_s)
 
-    async def _go_on(self, request: router_pb2.GenerateRequest, name: str, found: SessionState, left_s: float | None) -> Opened:
-        self._same_model(Turn.decode(found.state))
-        return await self._begin(request, name, found.token_ids, left_s, self._tail(found))
+    async def _start(self, request: router_pb2.GenerateRequest, name: str, left_s: float | None) -> Opened:
+        """The session's first turn. Everything that can be wrong with it is found before the session is claimed."""
+        admitted = await self.reader.admit(request)
+        state = await self._claim(name, left_s)
+        if state.token_ids:
+            raise Mismatch("session.id: the session is being used by another request")
+        return self._turn(request, name, admitted, state)
 
-    async def _begin(
+    async def _go_on(self, request: router_pb2.GenerateRequest, name: str, found: SessionState, left_s: float | None) -> Opened:
+        """A turn behind what the session holds, checked before it is claimed as well. If somebody wrote meanwhile, it follows
+        that: whoever did has lost the session by now, and of two who come at once one is to be served."""
+        admitted = await self._following(request, found)
+        state = await self._claim(name, left_s)
+        if state.token_ids != found.token_ids:
+            admitted = await self._following(request, state)
+        return self._turn(request, name, admitted, state, self._tail(state))
+
+    async def _following(self, request: router_pb2.GenerateRequest, state: SessionState) -> Admitted:
+        self._same_model(Turn.decode(state.state))
+        return await self.reader.admit(request, state.token_ids)
+
+    def _turn(
         self,
         request: router_pb2.GenerateRequest,
         name: str,
-        before: Sequence[int],
-        left_s: float | None,
+        admitted: Admitted,
+        state: SessionState,
         tail: Tail | None = None,
     ) -> Opened:
-        """A turn after the tokens `before`. Everything that can be wrong with it is found before the session is claimed."""
-        admitted = await self.reader.admit(request, before)
-        state = await self._claim(name, left_s)
-        if state.token_ids != tuple(before):  # somebody wrote between the look and the claim
-            raise Mismatch("session.id: the session is being used by another request")
         turn = Turn.of(self.model, self.arithmetic, admitted)
-        return Opened(admitted, (), 0, request.session.id, name, state.epoch, turn, len(before), tail)
+        return Opened(admitted, (), 0, request.session.id, name, state.epoch, turn, len(state.token_ids), tail)
 
     async def _resume(
         self, request: router_pb2.GenerateRequest, name: str, found: SessionState, left_s: float | None

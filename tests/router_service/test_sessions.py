@@ -12,10 +12,14 @@ import pytest
 import torch
 
 from forefetch.errors import ForefetchError, Mismatch, StaleEpoch, Unavailable
+from forefetch.rpc.auth import ANONYMOUS
+from forefetch.v1 import router_pb2
 from kv_service.client import SessionAck, SessionRecord, SessionState, Verdict
 from kv_service.store_sessions import Session
 from router_service import sessions as module
-from router_service.admission import Admitted, SamplingParams
+from router_service.admission import Admitted, Limits, SamplingParams
+from router_service.asking import Reader
+from router_service.conversations import Conversations, Opened
 from router_service.journal import Tail, Turn
 from router_service.live import Live, Snapshot
 from router_service.scheduler import Request
@@ -34,6 +38,7 @@ class Service:
     calls: list[int] = field(default_factory=list)
     client: Any = None
     address: str = "kv:1"
+    before_claim: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.client = self
@@ -44,6 +49,8 @@ class Service:
     def get_session(self, name: str, claim: bool = False, timeout_s: float = 0.0) -> SessionState | None:
         if not claim and name not in self.sessions:
             return None
+        if claim:
+            self.before_claim()
         session = self.sessions.setdefault(name, Session())
         session.epoch += claim
         return SessionState(session.epoch, tuple(session.token_ids), (), session.state, b"", 0)
@@ -144,6 +151,27 @@ def test_a_session_taken_over_ends_its_request(sessions: Sessions, service: Serv
     assert list(service.sessions["s"].token_ids) == [1, 2, 3]
     assert sessions.finish(live, "LENGTH", "").result(5) is False
     assert sessions.counts.failures["stale"] == 1
+
+
+def come(sessions: Sessions, mode: Any) -> Opened:
+    """Opens "s" with the prompt [7]."""
+    conversations = Conversations(sessions, Reader(Limits(50, 40, 16), None), "m", "float32")
+    params = router_pb2.SessionParams(id="s", mode=mode)
+    request = router_pb2.GenerateRequest(tokens=router_pb2.TokenPrompt(ids=[7]), session=params)
+    return asyncio.run(conversations.open(request, ANONYMOUS, None))
+
+
+def test_of_two_who_go_on_at_once_the_one_who_claims_last_follows_the_other(sessions: Sessions, service: Service) -> None:
+    begin(sessions)
+    service.before_claim = lambda: service.sessions["s"].token_ids.extend([8, 9])
+    opened = come(sessions, router_pb2.SESSION_MODE_CONTINUE)
+    assert (opened.admitted.prompt, opened.logged) == ((1, 2, 3, 8, 9, 7), 5)
+
+
+def test_who_begins_a_session_that_has_just_been_begun_is_refused(sessions: Sessions, service: Service) -> None:
+    service.before_claim = lambda: service.sessions.setdefault("s", Session()).token_ids.extend([8, 9])
+    with pytest.raises(Mismatch, match="another request"):
+        come(sessions, router_pb2.SESSION_MODE_START)
 
 
 def test_a_claim_between_claim_and_beginning_is_noticed(sessions: Sessions, service: Service) -> None:
