@@ -68,10 +68,8 @@ class Lane:
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # for the sender
         self._offered = threading.Condition(lock)  # for the copier
-        self._closing = False
-        self._instance_id = ""
-        self._attempts = 0
-        self._greet_at = 0.0  # monotonic seconds
+        self._closing, self._attempts = False, 0
+        self._instance_id, self._greet_at = "", 0.0  # monotonic seconds
         self._copier = threading.Thread(target=self._copy_loop, name="kv-copy", daemon=True)
         self._sender = threading.Thread(target=self._send_loop, name="kv-send", daemon=True)
         self._copier.start()
@@ -80,10 +78,8 @@ class Lane:
     # ---- the engine's thread ----
 
     def offer(self, chain: Hashable, key: Key, page: int, trace: SpanContext | None = None) -> bool:
-        """The next sealed block of a chain, whose page the caller has pinned. False: take the pin off, now.
-
-        `trace`: the request's span, if it is sampled.
-        """
+        """The next sealed block of a chain, whose page the caller has pinned. False: take the pin off, now. `trace`: the
+        request's span, if it is sampled."""
         with self._changed:
             if self._closing:
                 return False
@@ -187,7 +183,8 @@ class Lane:
                 with self._changed:
                     going = not self._changed.wait_for(lambda: self._closing, backoff)
                 backoff = min(2 * backoff, BACKOFF_S[1])
-        self._may_lend(False)
+        with self._changed:
+            self._set_lending(False)
 
     def _wait(self) -> bool:
         """Until there is something to send, or for a heartbeat; False when it is time to end."""
@@ -227,15 +224,13 @@ class Lane:
 
     def _lend(self) -> None:
         """Has the service read pages, if it can, until none waits. Raises when it fails; then they are copied."""
-        while self._may_lend(self._client.lends):
-            with self._changed:
-                blocks = self._outbox.lend(max(1, BATCH_BYTES // max(self._shared[1], 1)))
+        while blocks := self._to_be_read():
             try:
                 stored = self._calling(blocks, self._put_pages)
             except ForefetchError:
                 with self._changed:
                     self._outbox.not_read(blocks)
-                self._may_lend(False)
+                    self._set_lending(False)
                 raise
             with self._changed:
                 self._outbox.finish(blocks, stored)
@@ -246,24 +241,27 @@ class Lane:
         pages = [(block.key, block.page) for block in blocks]
         return self._client.put_pages(pages, min(LEND_S, self._transfer_s), metadata)[0]
 
-    def _may_lend(self, lends: bool) -> bool:
-        """Whether there is a page to lend. What waits otherwise is to be copied."""
+    def _to_be_read(self) -> list[Block]:
+        """Pages that the service reads next where they are; none when none waits, or it cannot."""
         with self._changed:
-            if self._lending != lends:
-                self._lending = lends
-                self._offered.notify()
-            return lends and self._outbox.lendable
+            self._set_lending(self._client.lends)
+            return self._outbox.lend(max(1, BATCH_BYTES // max(self._shared[1], 1))) if self._lending else []
+
+    def _set_lending(self, lends: bool) -> None:
+        """Under the lock: whether the service reads pages where they are. If not, what waits is to be copied."""
+        if self._lending != lends:
+            self._lending = lends
+            self._offered.notify()
 
     def _send(self) -> None:
         """Sends one batch. Raises, with the batch back in the outbox, when it is worth another try."""
-        self._may_lend(False)  # this may take long
         with self._changed:
+            self._set_lending(False)  # this may take long
             blocks = self._outbox.batch()
-        stored = 0
         try:
             stored = self._put(blocks)
         except ForefetchError as error:
-            self._attempts += 1
+            stored, self._attempts = 0, self._attempts + 1
             if isinstance(error, _PASSING) and self._attempts < ATTEMPTS:
                 with self._changed:
                     self._outbox.put_back(blocks)
@@ -276,9 +274,7 @@ class Lane:
 
     def _put(self, blocks: Sequence[Block]) -> int:
         """How many of the blocks the service holds now. What it holds already, a common prompt say, is not sent."""
-        missing: list[Block] = []
-        for run in runs(blocks):
-            missing += run[self._held(run) :]
+        missing = [block for run in runs(blocks) for block in run[self._held(run) :]]
         if not missing:
             return len(blocks)
         return len(blocks) - len(missing) + self._calling(missing, self._put_bytes)

@@ -70,7 +70,7 @@ class RouterServiceServicer(object):
         """Generates from one prompt. Streams zero or more token events, then exactly one finish event, then OK; or ends in
         exactly one error status. The tokens seen are always a prefix of the request's deterministic answer.
         Errors: INVALID_ARGUMENT (BadRequest names field and limit), RESOURCE_EXHAUSTED (queue full, RetryInfo says when to
-        come back), DEADLINE_EXCEEDED, CANCELLED, UNAVAILABLE (an expert has no worker, or the router drains), UNAUTHENTICATED
+        come back; or the stream was not read for too long), DEADLINE_EXCEEDED, CANCELLED, UNAVAILABLE (an expert has no worker, or the router drains), UNAUTHENTICATED
         (a token or certificate is asked for); with a session also NOT_FOUND and FAILED_PRECONDITION, see SessionMode.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
