@@ -13,6 +13,7 @@ says how many, more of those are resident), and nothing else is hidden behind an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -50,7 +51,7 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for name in ("memory_gib", "hbm_gbs", "pcie_gbs"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be positive")
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from types import ModuleType
 
 from forefetch.cli import demo, generate, health, kv, lookahead, place, plan, quality, stats, trace, up
@@ -33,6 +36,7 @@ COMMANDS: dict[str, ModuleType] = {
     **{"up": up, "generate": generate, "demo": demo, "trace": trace, "stats": stats},
     **{"health": health, "kv": kv, "lookahead": lookahead, "plan": plan, "place": place, "quality": quality},
 }
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 DESCRIPTION = """\
 Forefetch serves Mixture-of-Experts language models whose experts do not fit next to their attention layers:
 a router computes attention, expert workers the experts, and a KV service keeps what should outlive a router."""
@@ -60,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status. Errors end as one line on standard error."""
+    _ready_output()
     main_parser = parser()
     args, unknown = main_parser.parse_known_args(argv)
     if unknown:
@@ -78,9 +83,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output has gone; keep the interpreter from failing once more while it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output has gone.
+        _discard_output()
         return 1
+    except OSError as error:  # a file that a flag names, or standard output: its disk is full
+        if not error.filename and error.errno not in _FULL:
+            raise
+        if not error.filename:
+            _discard_output()
+        return _fail(f"{error.filename or 'standard output'}: {error.strerror}", 1)
+
+
+def _ready_output() -> None:
+    """What a terminal's encoding cannot show becomes a question mark; what is closed swallows what is written."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (it lives as long as the process)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _discard_output() -> None:
+    """What is still buffered must not fail once more when the interpreter flushes at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, status: int) -> int:

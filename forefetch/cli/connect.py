@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,14 @@ def _address(text: str) -> str:
         if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
             raise argparse.ArgumentTypeError(f"{part!r} is not host:port")
     return text
+
+
+def seconds(text: str) -> float:
+    """A time that may pass: a type for flags."""
+    with suppress(ValueError):
+        if math.isfinite(value := float(text)) and value >= 0:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
 
 
 def token_of(args: argparse.Namespace) -> str:

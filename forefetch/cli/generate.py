@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn: apply the checkpoint's chat template")
     parser.add_argument("--system", metavar="TEXT", help="a system message before the turn; implies --chat")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
-    parser.add_argument("--timeout", type=float, metavar="S", help="deadline of the whole request, seconds")
+    parser.add_argument("--timeout", type=connect.seconds, metavar="S", help="deadline of the whole request, seconds")
     _add_session(parser.add_argument_group("session", "A conversation that outlives its router; needs one with a KV service."))
     _add_options(parser.add_argument_group("generation", "What is not given is the router's or the checkpoint's default."))
 

@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     connect.add_arguments(parser, "the service")
-    parser.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait for it to become ready")
+    parser.add_argument("--wait", type=connect.seconds, default=0.0, metavar="S", help="seconds to wait for it to become ready")
 
 
 def run(args: argparse.Namespace) -> int:

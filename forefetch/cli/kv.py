@@ -71,8 +71,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("action", choices=("stats", "inspect", "verify"), help="what to do")
     connect.add_arguments(parser, "the KV service")
     parser.add_argument("--digest", default="", metavar="HEX", help="inspect: only the chain of this block; may be cut short")
-    parser.add_argument("--limit", type=int, default=100, metavar="N", help="inspect: most blocks (default: %(default)s)")
+    parser.add_argument("--limit", type=_limit, default=100, metavar="N", help="inspect: most blocks (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per answer")
+
+
+def _limit(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) < 1 << 32:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of blocks")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -128,7 +134,7 @@ def _facts(stats: pb.KvServiceGetStatsResponse) -> Iterator[tuple[str, str]]:
 
 
 def _inspect(stub: Any, args: argparse.Namespace, metadata: Any) -> int:
-    request = pb.InspectRequest(digest=args.digest, limit=max(1, args.limit))
+    request = pb.InspectRequest(digest=args.digest, limit=args.limit)
     blocks = stub.Inspect(request, timeout=CALL_S * 6, metadata=metadata)
     if args.json:
         for block in blocks:

@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> None:
     )
     connect.add_arguments(parser)
     parser.add_argument(
-        "--watch", nargs="?", type=float, const=1.0, metavar="SECONDS", help="ask again every so often, until Ctrl-C"
+        "--watch", nargs="?", type=connect.seconds, const=1.0, metavar="SECONDS", help="ask again every so often, until Ctrl-C"
     )
     parser.add_argument("--load", action="store_true", help="also show how the load is spread over experts")
     parser.add_argument("--json", action="store_true", help="print one JSON object per answer")
@@ -67,12 +67,18 @@ def _watch(client: SyncClient, args: argparse.Namespace) -> None:
             if isinstance(stats, Stats):
                 _print_json(stats)
         return
-    with Live(console=Console(highlight=False), auto_refresh=False) as live:
-        for stats, before, seconds in polled:
-            shown = (
-                _shown(args, stats, before, seconds) if isinstance(stats, Stats) else Text(f"{args.address}: {stats}", "red")
-            )
-            live.update(shown, refresh=True)
+    screens = (
+        _shown(args, stats, before, seconds) if isinstance(stats, Stats) else Text(f"{args.address}: {stats}", "red")
+        for stats, before, seconds in polled
+    )
+    console = Console(highlight=False)
+    if not console.is_terminal:  # a pipe or a file: one screen after the other
+        for screen in screens:
+            console.print(screen, "")
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        for screen in screens:
+            live.update(screen, refresh=True)
 
 
 def _poll(client: SyncClient, every_s: float) -> Iterator[tuple[Stats | ForefetchError, Stats | None, float]]:

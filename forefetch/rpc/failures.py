@@ -80,6 +80,8 @@ def error_of(error: grpc.RpcError) -> ForefetchError:
     """The error that the other side meant; `error` is what a call of grpc or grpc.aio raised. Raise it `from None`."""
     call = cast(Any, error)
     code, text = call.code().name, _plain(call.details() or "") or call.code().name
+    if code == "UNIMPLEMENTED":
+        text = "what listens there has no such call: it is another service, or of another release"
     details = _details(call)
     info, kind = details.get("ErrorInfo"), None
     if info is not None and info.domain == _DOMAIN:

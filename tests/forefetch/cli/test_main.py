@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import grpc
 import pytest
 
 from forefetch import cli
@@ -68,6 +72,55 @@ def test_errors_become_one_line_and_a_status(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == ("" if status == 130 else f"forefetch: error: {error}\n")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["kv", "inspect", "--limit", "5000000000"],
+        ["kv", "inspect", "--limit", "0"],
+        ["health", "--wait", "nan"],
+        ["generate", "--timeout", "-1", "x"],
+    ],
+)
+def test_numbers_that_cannot_be_are_wrong_usage(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(args)
+    assert ended.value.code == 2
+    assert "is no" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "none" / "values.yaml"
+    assert cli.main(["plan", "olmoe-1b-7b", "--values", str(missing)]) == 1
+    assert capsys.readouterr().err == f"forefetch: error: {missing}: No such file or directory\n"
+
+
+def test_a_disk_that_is_full_under_the_output_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "forefetch.cli", "plan", "olmoe-1b-7b"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "forefetch: error: standard output: No space left on device\n"
+
+
+def test_a_terminal_without_unicode_gets_question_marks() -> None:
+    command = [sys.executable, "-m", "forefetch.cli", "plan", "olmoe-1b-7b"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert b"????" in done.stdout
+
+
+def test_another_service_at_the_address_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        assert cli.main(["stats", "--address", f"127.0.0.1:{port}"]) == 1
+    finally:
+        server.stop(None).wait(10)
+    assert "another service" in capsys.readouterr().err
 
 
 def test_nobody_at_the_address_is_one_line() -> None:

@@ -77,6 +77,7 @@ def test_values_alone_are_yaml(capsys: pytest.CaptureFixture[str]) -> None:
         (("nowhere",), UnsupportedModel),
         (("qwen3-30b-a3b", "--slots", "some"), ConfigError),
         (("qwen3-30b-a3b", "--hbm-gbs", "0"), ConfigError),
+        (("qwen3-30b-a3b", "--memory-gib", "nan"), ConfigError),
         (("qwen3-30b-a3b", "--workers", "2", "--link", "pigeon"), ConfigError),
     ],
 )

@@ -101,12 +101,21 @@ def test_watching_shows_rates_and_survives_a_router_that_goes_away(
     monkeypatch.setattr("forefetch.cli.stats.monotonic", lambda: next(clock))
     shown = []
     monkeypatch.setattr("forefetch.cli.stats.Live.update", lambda _self, screen, **_: shown.append(screen))
+    monkeypatch.setenv("FORCE_COLOR", "1")
     polls(router, monkeypatch, full_stats(), grpc.StatusCode.UNAVAILABLE, later)
     assert run(stats, router, "--watch") == 0
     assert len(shown) == 3
     assert "not now" in str(shown[1])
     stats.Console(width=120).print(shown[2])
     assert "80,100  50.0/s" in capsys.readouterr().out
+
+
+def test_watching_into_a_pipe_prints_one_screen_after_the_other(
+    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    polls(router, monkeypatch, full_stats(), full_stats())
+    assert run(stats, router, "--watch") == 0
+    assert capsys.readouterr().out.count("2 running, 1 waiting") == 2
 
 
 def test_watching_as_json_prints_a_line_for_each_answer(
