@@ -17,6 +17,8 @@ from forefetch.v1 import kv_pb2 as pb
 from kv_service.keys import Key, Origin
 
 Buffer = bytes | memoryview
+MAX_PARTS = 4_096
+"""Most parts in a message: an empty one is two bytes on the wire and some hundred in memory."""
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5
 _PARTS = pb.PutRequest.PARTS_FIELD_NUMBER << 3 | DELIMITED  # the same in GetResponse
 _DATA = pb.BlockPart.DATA_FIELD_NUMBER << 3 | DELIMITED
@@ -74,7 +76,9 @@ class Message:
         """The inverse. Raises DecodeError."""
         parts, rest = [], []
         for tag, begin, value, end in _fields(wire, 0, len(wire)):
-            if tag == _PARTS:
+            if tag == _PARTS and len(parts) == MAX_PARTS:
+                raise DecodeError(f"more than {MAX_PARTS} parts")
+            elif tag == _PARTS:
                 parts.append(_part(wire, value, end))
             else:
                 rest.append(wire[begin:end])

@@ -24,6 +24,10 @@ MAX_TOKENS = 4_096
 """Most tokens in a block."""
 MAX_PART = 4 << 20
 """Most bytes in a part of a block."""
+CHUNK = 64 << 10
+"""What is kept in smaller pieces than this is copied together, so that what is held is what is counted."""
+MAX_PIECES = 1_024
+"""Most parts of a block beyond one for each CHUNK."""
 CHECKSUM_BYTES = 16
 LEFT_OUT = 16_384
 """Blocks of a stream without room whose children are known to be unreachable; of those beyond, children are tried."""
@@ -98,9 +102,15 @@ class _Arriving:
             raise BadRequest("parts.data", f"more than the block's size of {self.size} bytes")
         if isinstance(self.place, Reservation):
             if self.place.kept:
+                if len(self.pieces) == MAX_PIECES + self.size // CHUNK:
+                    raise BadRequest("parts.data", f"more than {len(self.pieces)} parts of a block of {self.size} bytes")
                 piece = bytes(piece) if shared else piece
                 self.pieces.append(piece)
             self.hash.update(piece)
+
+    def whole(self) -> Pieces:
+        """Its bytes as they are kept."""
+        return self.pieces if len(self.pieces) <= 1 + self.size // CHUNK else (b"".join(self.pieces),)
 
 
 class Intake:
@@ -203,7 +213,7 @@ class Intake:
         outcome = block.place
         if isinstance(outcome, Reservation):
             keeper = self._keeper
-            outcome = keeper.commit(outcome, block.pieces, checksum, self.origin) if checksum else keeper.abort(outcome)
+            outcome = keeper.commit(outcome, block.whole(), checksum, self.origin) if checksum else keeper.abort(outcome)
         if outcome is Outcome.CONFLICT:
             _log.warning(
                 "a block was put whose key holds other bytes; those stay. Once in a while that is rounding in another batch"

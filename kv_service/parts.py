@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import xxhash
 
 from forefetch.v1 import kv_pb2 as pb
-from kv_service.block_messages import Buffer, Message, Part, wire_key
+from kv_service.block_messages import MAX_PARTS, Buffer, Message, Part, wire_key
 from kv_service.keys import Key
 
 MESSAGE = 1 << 20
@@ -58,7 +58,7 @@ class Packer:
                 head.size = sum(map(len, pieces))
             self._parts.append(Part(head, piece))
             self._size += len(piece)
-            if self._size >= MESSAGE:
+            if self._size >= MESSAGE or len(self._parts) == MAX_PARTS:
                 yield self._message()
 
     def rest(self) -> Iterator[Message]:

@@ -107,16 +107,23 @@ class KvServicer(pb_grpc.KvServiceServicer):
             if self._transfers >= TRANSFERS:
                 raise Overloaded(f"{TRANSFERS} transfers are running", retry_after_s=0.1)
             self._transfers += 1
+        try:
+            with self._limited(context), self._exporter.server_span(context.invocation_metadata(), name):
+                yield
+        finally:
+            with self._lock:
+                self._transfers -= 1
+
+    @contextmanager
+    def _limited(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """A caller that stopped reading or writing does not keep what is held inside for longer than TRANSFER_LIMIT_S."""
         limit = threading.Timer(TRANSFER_LIMIT_S, self._cut, (context,))
         limit.daemon = True
         limit.start()
         try:
-            with self._exporter.server_span(context.invocation_metadata(), name):
-                yield
+            yield
         finally:
             limit.cancel()
-            with self._lock:
-                self._transfers -= 1
 
     def _cut(self, context: grpc.ServicerContext) -> None:
         self._slow += 1
@@ -218,14 +225,16 @@ class KvServicer(pb_grpc.KvServiceServicer):
     @rpc.sync_handler
     def Inspect(self, request: pb.InspectRequest, context: grpc.ServicerContext) -> Iterator[pb.InspectResponse]:
         """Blocks held, chain by chain."""
-        with self._alone(context) as sees:
+        with self._alone(context) as sees, self._limited(context):
             yield from operators.inspect(self.vault, request, sees)
 
     @rpc.sync_handler
     def Verify(self, request: pb.VerifyRequest, context: grpc.ServicerContext) -> Iterator[pb.VerifyResponse]:
         """Reads and checks every block."""
         with self._alone(context) as sees:
-            yield from operators.verify(self.vault, sees, context.is_active)
+            for message in operators.verify(self.vault, sees, context.is_active):
+                with self._limited(context):  # of its reader's time; the reading of blocks takes as long as it takes
+                    yield message
 
     def stats(self) -> pb.KvServiceGetStatsResponse:
         """What happened since start."""

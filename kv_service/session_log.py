@@ -22,7 +22,6 @@ from forefetch.v1 import kv_pb2 as pb
 from kv_service.disk import open_env
 from kv_service.session_rows import (
     NAME_BYTES,
-    ROW_BYTES,
     claim_row,
     cost_of,
     delete_rows,
@@ -34,7 +33,7 @@ from kv_service.session_rows import (
     rows_of,
     snapshot_of,
 )
-from kv_service.store_sessions import Session, Verdict
+from kv_service.store_sessions import SESSION_BYTES, Session, Verdict, memory_of
 
 _log = logging.getLogger(__name__)
 COMPACT_BYTES = 64 << 10
@@ -45,10 +44,11 @@ DROPS = 8
 
 @dataclass(slots=True)
 class _Log:
-    """A session, how long its log is, and when it was last used."""
+    """A session, how long its log is, what it counts for in the budget, and when it was last used."""
 
     session: Session = field(default_factory=Session)
     bytes: int = 0
+    counted: int = 0
     sequence: int = 0
     first: int = 0  # sequence of the oldest row
     used: float = 0.0
@@ -72,6 +72,7 @@ class SessionLogs:
     ) -> None:
         self.counters = SessionCounters()
         self.bytes = self.damaged = 0
+        self._coming = 0  # bytes for which the running call has made room
         self._budget, self._idle_s, self._clock = budget_bytes, idle_s, clock
         self._logs: OrderedDict[bytes, _Log] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
@@ -95,6 +96,7 @@ class SessionLogs:
             self._drop_idle()
             outcomes: list[tuple[bytes, Verdict]] = []
             rows: dict[bytes, list[bytes]] = {}
+            self._coming = 0
             for record in records:
                 name = name_of(tag, record.session_id)
                 verdict = self._take(name, record, rows)
@@ -112,16 +114,21 @@ class SessionLogs:
             name = name_of(tag, session_id)
             if name not in self._logs and not claim:
                 raise NotFound("no such session")
-            log = self._use(name)
-            if claim:
-                log.session.epoch += 1
-                row = claim_row(log.session.epoch)
-                if not self._make_room(len(row), {name}) or not self._write({name: [row]}):
-                    self._reload(name)
-                    raise Overloaded("the session log has no room", retry_after_s=1.0)
-            return _copy(log.session)
+            if claim and not self._claim(name):
+                raise Overloaded("the session log has no room", retry_after_s=1.0)
+            return _copy(self._use(name).session)
 
     # ---- inside ----
+
+    def _claim(self, name: bytes) -> bool:
+        """Raises the session's epoch. False: there is no room, and it is as before."""
+        self._coming = 0
+        known = self._logs.get(name)
+        row = claim_row(known.session.epoch + 1 if known else 1)
+        if not self._make_room(cost_of(row) if known else SESSION_BYTES, {name}):
+            return False
+        self._use(name).session.epoch += 1
+        return self._write({name: [row]})
 
     def _take(self, name: bytes, record: pb.SessionRecord, rows: dict[bytes, list[bytes]]) -> Verdict:
         known, new = self._logs.get(name), read_record(record)
@@ -129,7 +136,8 @@ class SessionLogs:
         if verdict is not Verdict.APPENDED:
             return verdict
         row = record_row(record)
-        if not self._make_room(len(row), {name, *rows}):
+        held = memory_of(new.token_ids, new.block_digests, new.state, new.tail) + (0 if known else SESSION_BYTES)
+        if len(row) > self._budget // 4 or not self._make_room(max(cost_of(row), held), {name, *rows}):
             return Verdict.NO_ROOM
         log = self._use(name)
         log.session.apply(record.epoch, new)
@@ -152,12 +160,12 @@ class SessionLogs:
         self.counters.sessions_refused += verdict is Verdict.NO_ROOM
 
     def _make_room(self, nbytes: int, keep: set[bytes]) -> bool:
-        if nbytes > self._budget // 4:
-            return False
-        while self.bytes + nbytes + ROW_BYTES > self._budget:
+        """Drops sessions until there is room for so many bytes more, beside those for which this call has made room."""
+        while self.bytes + self._coming + nbytes > self._budget:
             oldest = next((name for name in self._logs if name not in keep), None)
             if oldest is None or not self._drop(oldest):
                 return False
+        self._coming += nbytes
         return True
 
     def _drop_idle(self) -> None:
@@ -177,7 +185,7 @@ class SessionLogs:
         except lmdb.Error as error:
             _log.error("a session cannot be dropped: %s", error)
             return False
-        self.bytes -= log.bytes
+        self.bytes -= log.counted
         self.counters.sessions_dropped += 1
         del self._logs[name]
         return True
@@ -205,14 +213,17 @@ class SessionLogs:
             rows = [snapshot_of(log.session)]
             if txn is not None:
                 delete_rows(txn, name, range(log.first, log.sequence))
-            self.bytes -= log.bytes
             log.bytes, log.first, size = 0, log.sequence, cost_of(rows[0])
         for row in rows:
             if txn is not None:
                 put_row(txn, name, log.sequence, row)
             log.sequence += 1
         log.bytes += size
-        self.bytes += size
+        self._count_bytes(log)
+
+    def _count_bytes(self, log: _Log) -> None:
+        before, log.counted = log.counted, max(log.bytes, log.session.memory)
+        self.bytes += log.counted - before
 
     def _load(self, env: lmdb.Environment) -> None:
         with env.begin() as txn:
@@ -223,7 +234,7 @@ class SessionLogs:
     def _reload(self, name: bytes) -> None:
         """The session as its rows have it; without rows there is none."""
         before = self._logs.pop(name, None)
-        self.bytes -= before.bytes if before else 0
+        self.bytes -= before.counted if before else 0
         if self._env is None:
             return
         log, whole = _Log(used=self._clock()), True
@@ -235,7 +246,7 @@ class SessionLogs:
         if not log.sequence:
             return
         self._logs[name] = log
-        self.bytes += log.bytes
+        self._count_bytes(log)
         if not whole:
             _log.error("a session is dropped: its log is damaged")
             self.damaged += 1

@@ -64,6 +64,8 @@ class Segment:
         """Gives a block to `intake`. Raises BadRequest, Cancelled."""
         area = self._memory.request
         if block.HasField("page"):
+            if not self.lends:  # what the caller says of its pool was never looked at
+                raise BadRequest("blocks.page", "there is no pool that can be read")
             intake.take_page(block, self._pool.page_in(self._pages, block.page), lambda: not given_up(area))
         else:
             intake.take_shared(block, block_in(area, block))

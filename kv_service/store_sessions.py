@@ -14,6 +14,15 @@ from enum import Enum
 from typing import Any
 
 
+SESSION_BYTES = 600
+"""What a session takes in memory beside what it holds, its name and its place among others included."""
+
+
+def memory_of(token_ids: Sequence[int], block_digests: Sequence[bytes], state: bytes | None, tail: bytes | None) -> int:
+    """What these take in a session: a token 4 bytes, a digest an object of its own."""
+    return 4 * len(token_ids) + 80 * len(block_digests) + len(state or b"") + len(tail or b"")
+
+
 class Verdict(Enum):
     """What became of a record."""
 
@@ -51,8 +60,13 @@ class Session:
 
     @property
     def bytes(self) -> int:
-        """About what it takes in memory and on disk."""
+        """About what it takes as one record."""
         return 4 * len(self.token_ids) + 32 * len(self.block_digests) + len(self.state) + len(self.tail) + 64
+
+    @property
+    def memory(self) -> int:
+        """What it takes in memory, measured."""
+        return SESSION_BYTES + memory_of(self.token_ids, self.block_digests, self.state, self.tail)
 
     def verdict(self, epoch: int, record: SessionRecord) -> Verdict:
         """What `apply` would mean for this record; nothing is changed."""

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from forefetch.v1 import kv_pb2 as pb
 from kv_service.block_messages import Message
+from kv_service.keys import next_key
+from kv_service.parts import put_messages
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -90,3 +92,11 @@ def test_a_large_block_is_not_copied_and_a_small_one_does_not_keep_its_message()
     assert len(large.parts[0].data.obj) < 17 / 16 * (1 << 16)  # type: ignore[arg-type]
     small = Message.decode(pb.PutRequest(parts=[pb.BlockPart(data=bytes(1 << 16))] * 2).SerializeToString())
     assert all(isinstance(part.data, bytes) for part in small.parts)
+
+
+def test_parts_are_bounded_before_they_take_memory() -> None:
+    assert len(Message.decode(b"\x0a\0" * 4096).parts) == 4096
+    with pytest.raises(DecodeError, match="4096 parts"):
+        Message.decode(b"\x0a\0" * 4097)
+    tiny = [(next_key(bytes(32), None, [token]), b"1") for token in range(5000)]
+    assert [len(message.parts) for message in put_messages(tiny, None)] == [4096, 904]

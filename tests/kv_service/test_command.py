@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 from kv_calls import Kv, running
+from kv_wire import until
 
 from forefetch import cli
+from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import router_pb2_grpc
+from kv_service import operators, server
 from kv_service.client import Geometry, KvClient, Origin
 from kv_service.config import KvConfig
 
@@ -89,6 +92,16 @@ def test_one_inspection_at_a_time(kept: Kv, capsys: pytest.CaptureFixture[str]) 
         assert forefetch("verify", "--address", kept.address) == 1
         assert "another inspection is running" in capsys.readouterr().err
     assert forefetch("verify", "--address", kept.address) == 0
+
+
+def test_a_reader_that_stopped_does_not_keep_others_from_inspecting(kept: Kv, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "TRANSFER_LIMIT_S", 0.3)
+    shown = pb.InspectResponse(tenant="x" * 1_000_000)
+    monkeypatch.setattr(operators, "inspect", lambda *_: iter([shown] * 30))
+    stopped = kept.stub.Inspect(pb.InspectRequest())
+    next(stopped)  # and reads no more: flow control keeps the rest at the service
+    until(lambda: kept.client.stats().slow_peers == 1 and not kept.servicer._operator.locked())
+    assert [message.damaged for message in kept.stub.Verify(pb.VerifyRequest())] == [0]
 
 
 def test_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,17 @@ def test_a_short_block_is_refused_and_leaves_nothing(kv: Kv, last: bool) -> None
     assert kv.servicer.vault.store.room.memory == 0
 
 
+def test_a_block_in_small_parts_is_kept_in_one_piece(kv: Kv) -> None:
+    (key,) = kv.keys(1)
+    data = bytes(range(200))
+    head = pb.BlockPart(key=wire(key), size=200, data=data[:1])
+    last = pb.BlockPart(data=data[199:], last=True, checksum=xxhash.xxh3_128_digest(data))
+    middle = [pb.BlockPart(data=data[at : at + 1]) for at in range(1, 199)]
+    assert kv.stub.Put(iter([pb.PutRequest(parts=[head, *middle, last])])).stored == 1
+    assert [len(pieces) for pieces in kv.servicer.vault._bytes.values()] == [1]
+    assert kv.client.get([key]) == [data]
+
+
 def test_an_aborted_transfer_leaves_what_was_whole_and_nothing_else(kv: Kv, caplog: pytest.LogCaptureFixture) -> None:
     done, cut = kv.keys(1, 2)
     over = threading.Event()
@@ -133,6 +144,7 @@ def test_a_reader_that_takes_too_long_is_cut_off_and_its_blocks_may_go(
 KEY = chain(bytes(32), [[1, 2]])[0]
 CHILD = Key(bytes(32), bytes(range(32)), (1,))
 CUT = put_of(key=wire(KEY), size=2, data=b"1")
+CUT_LARGE = put_of(key=wire(KEY), size=2000, data=b"1")
 MALFORMED: dict[str, tuple[list[pb.PutRequest], str, str]] = {
     "no key": ([put_of(size=1, data=b"1")], "parts.key", "first part"),
     "key twice": ([CUT, CUT], "parts.key", "first part only"),
@@ -143,6 +155,7 @@ MALFORMED: dict[str, tuple[list[pb.PutRequest], str, str]] = {
     "too much": ([whole(KEY, b"123", size=2)], "parts.data", "more than the block's size of 2 bytes"),
     "empty part": ([CUT, put_of()], "parts.data", "must not be empty"),
     "large chunk": ([whole(KEY, bytes(4 * MIB + 1), size=MIB)], "parts.data", "must be at most 4194304 bytes in a part"),
+    "many parts": ([CUT_LARGE, *[put_of(data=b"1")] * 1024], "parts.data", "more than 1024 parts of a block of 2000 bytes"),
     "no checksum": ([whole(KEY, b"1", checksum=b"")], "parts.checksum", "must be 16 bytes"),
     "early checksum": ([whole(KEY, b"1", last=False)], "parts.checksum", "empty in the others"),
     "short digest": ([whole(KEY._replace(digest=b"1"), b"1")], "parts.key.digest", "must be 32 bytes, is 1"),

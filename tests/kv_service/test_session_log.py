@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import pytest
 from kv_calls import running
 
+from forefetch.errors import Overloaded
+from forefetch.v1 import kv_pb2 as pb
 from kv_service.client import SessionRecord
 from kv_service.session_log import SessionLogs
 
@@ -60,10 +64,8 @@ def test_a_damaged_session_is_dropped_whole(tmp_path: Path) -> None:
 
 
 def test_sessions_that_are_idle_or_in_the_way_are_dropped() -> None:
-    from forefetch.v1 import kv_pb2 as pb
-
     now = [0.0]
-    logs = SessionLogs(4000, 100.0, clock=lambda: now[0])
+    logs = SessionLogs(4800, 100.0, clock=lambda: now[0])
 
     def append(name: str, size: int) -> str:
         record = pb.SessionRecord(session_id=name, epoch=1, state=bytes(size))
@@ -72,7 +74,50 @@ def test_sessions_that_are_idle_or_in_the_way_are_dropped() -> None:
     assert [append(name, 900) for name in "abc"] == ["APPENDED"] * 3
     assert append("d", 900) == "APPENDED"
     assert (len(logs), logs.counters.sessions_dropped) == (3, 1)
-    assert append("e", 1001) == "NO_ROOM"
+    assert append("e", 1201) == "NO_ROOM"
     now[0] = 200.0
     assert append("f", 1) == "APPENDED"
     assert len(logs) == 1
+
+
+def record(name: str, position: int = 0, **fields: Any) -> pb.SessionRecord:
+    return pb.SessionRecord(session_id=name, epoch=1, position=position, **fields)
+
+
+def test_many_records_in_one_call_do_not_exceed_the_budget() -> None:
+    logs = SessionLogs(1 << 20, 100.0)
+    done = logs.append(bytes(16), [record(str(at), state=bytes(200_000)) for at in range(20)])
+    assert [verdict.name for verdict, _ in done] == ["APPENDED"] * 5 + ["NO_ROOM"] * 15
+    assert logs.bytes <= 1 << 20
+
+
+def test_a_claim_without_room_leaves_the_session_as_it_was() -> None:
+    logs = SessionLogs(10_000, 100.0)
+    assert logs.append(bytes(16), [record("s", state=bytes(2_000))])[0][0].name == "APPENDED"
+    for _ in range(9):
+        logs.append(bytes(16), [record("s", state=bytes(2_000))])
+    logs.append(bytes(16), [record("s", state=bytes(400))])
+    with pytest.raises(Overloaded):
+        for _ in range(9):
+            logs.get(bytes(16), "s", claim=True)
+    assert logs.get(bytes(16), "s", claim=False).state
+
+
+def test_sessions_in_memory_take_what_they_are_counted_for() -> None:
+    """A new session's objects, digests and small token ids take more than their rows."""
+
+    def taken(*records: pb.SessionRecord) -> float:
+        logs = SessionLogs(64 << 20, 100.0)
+        tracemalloc.start()
+        try:
+            for one in records:
+                logs.append(bytes(16), [one])
+            return tracemalloc.get_traced_memory()[0] / logs.bytes
+        finally:
+            tracemalloc.stop()
+
+    names = [str(at) for at in range(1000)]
+    assert taken(*(record(name) for name in names)) < 1.2
+    assert taken(*(record(name, token_ids=[1] * 500) for name in names)) < 1.2
+    digests = [bytes([at]) * 32 for at in range(100)]
+    assert taken(*(record(name, first_block=0, block_digests=digests) for name in names)) < 1.2

@@ -220,6 +220,11 @@ def test_a_pool_that_cannot_be_read(kv: Kv, lender: Lender) -> None:
     other = KvClient(kv.address)
     other.share(1, 1000, pool=replace(lender.pool, name=lender.lent.name._replace(nonce=bytes(16))))
     assert (other.shares, other.lends) == (True, False)
+    assert other._sharing is not None
+    huge = replace(lender.pool, name=lender.lent.name._replace(nonce=bytes(16)), parts=1 << 31, stride=1, part_bytes=1)
+    other.share(1, 1000, pool=huge)  # whose pages, if they were looked for, would take all memory
+    with pytest.raises(BadRequest, match=r"blocks\.page"):
+        other._sharing.put_pages([(kv.keys(1)[0], 0)], 5.0)
     with pytest.raises(BadRequest, match="pool"):
         other.share(1, 1000, pool=replace(lender.pool, pages=PAGES + 1))
     other.close()
