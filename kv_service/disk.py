@@ -37,7 +37,14 @@ _log = logging.getLogger(__name__)
 CHECKSUM_BYTES, ORIGIN_BYTES = 16, 8
 _ROW = struct.Struct(f"<BQQI{DIGEST_BYTES}s{CHECKSUM_BYTES}s{ORIGIN_BYTES}s")
 _VERSION = 1
-_DAMAGED = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
+_DAMAGED = (
+    lmdb.InvalidError,
+    lmdb.CorruptedError,
+    lmdb.VersionMismatchError,
+    lmdb.PageNotFoundError,
+    lmdb.IncompatibleError,
+    lmdb.CursorFullError,
+)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SLACK = 64 << 20
 """What LMDB may take beyond the blocks' budget and a quarter of it: rows, its trees, and pages between two transactions."""
@@ -78,22 +85,44 @@ def take_lock(folder: Path) -> Any:
     return file
 
 
-def open_env(folder: Path, map_bytes: int, **how: Any) -> tuple[lmdb.Environment, bool]:
-    """LMDB in `folder`, and whether what was there before was damaged and has been set aside as `folder`.damaged."""
+def open_env(
+    folder: Path, map_bytes: int, load: Callable[[lmdb.Environment], None], **how: Any
+) -> tuple[lmdb.Environment, bool]:
+    """LMDB in `folder`, read by `load`, and whether what was there before was damaged and is set aside as `folder`.damaged.
+    `load` is called once more then."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(*_DAMAGED):
             env = lmdb.open(str(folder), map_size=map_bytes, max_dbs=8, readahead=False, **how)
-            if _whole(env, folder):
+            if _loads(env, folder, load):
                 return env, False
-            env.close()
-        aside = folder.with_name(folder.name + ".damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        folder.rename(aside)
-        _log.error("%s is damaged; it is set aside and an empty one takes its place", folder.name)
-        return lmdb.open(str(folder), map_size=map_bytes, max_dbs=8, readahead=False, **how), True
+        set_aside(folder)
+        env = lmdb.open(str(folder), map_size=map_bytes, max_dbs=8, readahead=False, **how)
+        load(env)
+        return env, True
     except (OSError, lmdb.Error) as error:
         raise ConfigError(f"--dir: cannot be used: {error}") from None
+
+
+def set_aside(folder: Path) -> bool:
+    """Renames a damaged file's folder to `folder`.damaged, in the place of an earlier one."""
+    aside = folder.with_name(folder.name + ".damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    _log.error("%s is damaged; it is set aside and an empty one takes its place", folder.name)
+    return True
+
+
+def _loads(env: lmdb.Environment, folder: Path, load: Callable[[lmdb.Environment], None]) -> bool:
+    try:
+        if _whole(env, folder):
+            load(env)
+            return True
+    except _DAMAGED:
+        env.close()
+        raise
+    env.close()
+    return False
 
 
 def _whole(env: lmdb.Environment, folder: Path) -> bool:
@@ -106,48 +135,32 @@ class Disk:
     """The blocks' file. `write` is for one thread; the others for any. Raises DiskError."""
 
     def __init__(self, folder: Path, budget_bytes: int, map_bytes: int = 0) -> None:
-        self._env, self.set_aside = open_env(
-            folder / "blocks", map_bytes or budget_bytes + budget_bytes // 4 + SLACK, metasync=False
-        )
+        room = map_bytes or budget_bytes + budget_bytes // 4 + SLACK
+        self._env, self.set_aside = open_env(folder / "blocks", room, self._load, metasync=False)
+
+    def _load(self, env: lmdb.Environment) -> None:
+        """Opens the trees and reads all but the blocks' bytes: `found`, `tenants` by tag, and `origins` by id."""
         self._rows, self._bytes, self._tenants, self._origins, self._meta = (
-            self._env.open_db(name) for name in (b"rows", b"bytes", b"tenants", b"origins", b"meta")
+            env.open_db(name) for name in (b"rows", b"bytes", b"tenants", b"origins", b"meta")
         )
-        self._sequence = 0
+        with env.begin() as txn:
+            read = [_read_row(name, row) for name, row in txn.cursor(self._rows)]
+            self.tenants = {tag: name.decode(errors="replace") for tag, name in txn.cursor(self._tenants)}
+            self.origins = dict(txn.cursor(self._origins))
+        found = sorted((row for row in read if row is not None), key=lambda row: row[0])
+        self._sequence = found[-1][0] + 1 if found else 0
+        self.found = Found([entry for _, entry in found], len(read) - len(found))
 
     def close(self) -> None:
         """Frees the file."""
         self._env.close()
 
-    def scan(self) -> Found:
-        """Every block's row."""
-        found: list[tuple[int, Entry]] = []
-        damaged = 0
-        with _errors(), self._env.begin(db=self._rows) as txn:
-            for name, row in txn.cursor():
-                entry = _read_row(name, row)
-                if entry is None:
-                    damaged += 1
-                else:
-                    found.append(entry)
-        found.sort(key=lambda one: one[0])
-        self._sequence = found[-1][0] + 1 if found else 0
-        return Found([entry for _, entry in found], damaged)
-
-    def tenants(self) -> dict[bytes, str]:
-        """Names by tag."""
-        with _errors(), self._env.begin(db=self._tenants) as txn:
-            return {tag: name.decode(errors="replace") for tag, name in txn.cursor()}
-
-    def origins(self) -> dict[bytes, bytes]:
-        """Serialised BlockOrigins by their ids."""
-        with _errors(), self._env.begin(db=self._origins) as txn:
-            return dict(txn.cursor())
-
-    def read(self, name: bytes) -> Pieces:
-        """A block's bytes as they are there, not verified; none if it is not there."""
+    def read(self, name: bytes, size: int) -> Pieces:
+        """A block's bytes as they are there, not verified; none if it is not there in its size. One that claims another is not
+        touched: a damaged length leads beyond the file."""
         with _errors(), self._env.begin(db=self._bytes, buffers=True) as txn:
             value = txn.get(name)
-            return () if value is None else cut(bytes(value))
+            return () if value is None or len(value) != size else cut(bytes(value))
 
     def write(
         self,

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -23,7 +23,7 @@ from forefetch.telemetry.spans import Exporter
 from forefetch.v1 import kv_pb2 as pb
 from forefetch.v1 import kv_pb2_grpc as pb_grpc
 from forefetch.version import VERSION
-from kv_service import operators
+from kv_service import crashes, operators
 from kv_service.block_messages import Message
 from kv_service.config import KvConfig
 from kv_service.disk import Disk, take_lock
@@ -33,6 +33,7 @@ from kv_service.session_log import SessionLogs
 from kv_service.session_rows import check_record, check_session_id
 from kv_service.sharer import SHARERS, Sharers
 from kv_service.vault import Vault
+from kv_service.wiring import add_to
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -52,16 +53,20 @@ TRANSFER_LIMIT_S = 60.0
 class KvServicer(pb_grpc.KvServiceServicer):
     """The methods. Thread-safe. `close` writes what is not on disk yet."""
 
-    def __init__(self, config: KvConfig, exporter: Exporter) -> None:
+    def __init__(self, config: KvConfig, exporter: Exporter, alone: bool = False) -> None:
+        """`alone`: nothing else runs in this process, whose end is this service's."""
         self._config, self._exporter = config, exporter
         self._auth = Authenticator.of(config)
         self._instance_id, self._started = uuid.uuid4().hex, time.monotonic()
         self._lock, self._transfers, self._slow = threading.Lock(), 0, 0
-        self._operator = threading.Lock()
+        self._operator, self._set_aside = threading.Lock(), 0
         with ExitStack() as opened:
             folder = Path(config.dir) if config.dir else None
             if folder is not None:
                 opened.callback(take_lock(folder).close)
+                self._set_aside = crashes.look_back(folder)
+                if alone:
+                    opened.callback(crashes.look_ahead(folder))
             disk = Disk(folder, config.limits.disk) if folder is not None else None
             self.sessions = SessionLogs(config.session_mb << 20, config.session_idle_s, folder)
             opened.callback(self.sessions.close)
@@ -240,7 +245,7 @@ class KvServicer(pb_grpc.KvServiceServicer):
         """What happened since start."""
         sessions = self.sessions
         vault = self.vault.stats()
-        vault["damaged_at_start"] += sessions.damaged
+        vault["damaged_at_start"] += sessions.damaged + self._set_aside
         return pb.KvServiceGetStatsResponse(
             uptime_s=time.monotonic() - self._started,
             slow_peers=self._slow,
@@ -254,34 +259,12 @@ class KvServicer(pb_grpc.KvServiceServicer):
         )
 
 
-def add_to(server: grpc.Server, servicer: KvServicer) -> None:
-    """Adds the service, whose Put takes and whose Get gives Messages."""
-    pb_grpc.add_KvServiceServicer_to_server(servicer, cast("grpc.Server", _Adding(server)))
-
-
-class _Adding:
-    """Where generated code adds its methods."""
-
-    def __init__(self, server: grpc.Server) -> None:
-        self._server: Any = server
-
-    def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """The same methods come again, by name."""
-
-    def add_registered_method_handlers(self, service: str, methods: dict[str, Any]) -> None:
-        """By name."""
-        methods["Put"] = methods["Put"]._replace(request_deserializer=Message.decode)
-        methods["Get"] = methods["Get"]._replace(response_serializer=Message.encode)
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
-        self._server.add_registered_method_handlers(service, methods)
-
-
 def serve(config: KvConfig) -> None:
     """Serves until a signal."""
     if config.nice:
         give_way(config.nice)  # before there are other threads
     exporter = Exporter(config, names.SERVICE_KV)
-    servicer = KvServicer(config, exporter)
+    servicer = KvServicer(config, exporter, alone=True)
     try:
         server = rpc.serve_sync(
             config,

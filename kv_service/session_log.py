@@ -78,9 +78,8 @@ class SessionLogs:
         self._lock = threading.Lock()
         self._env: lmdb.Environment | None = None
         if folder is not None:
-            self._env, aside = open_env(folder / "sessions", 4 * budget_bytes + COMPACT_BYTES * 64)
+            self._env, aside = open_env(folder / "sessions", 4 * budget_bytes + COMPACT_BYTES * 64, self._load)
             self.damaged += aside
-            self._load(self._env)
 
     def __len__(self) -> int:
         return len(self._logs)
@@ -226,6 +225,8 @@ class SessionLogs:
         self.bytes += log.counted - before
 
     def _load(self, env: lmdb.Environment) -> None:
+        self._env, self.bytes, self.damaged = env, 0, 0
+        self._logs.clear()
         with env.begin() as txn:
             names = [key[:NAME_BYTES] for key, _ in txn.cursor()]
         for name in OrderedDict.fromkeys(names):
@@ -250,7 +251,9 @@ class SessionLogs:
         if not whole:
             _log.error("a session is dropped: its log is damaged")
             self.damaged += 1
-            self._drop(name)
+            if not self._drop(name):  # half a conversation is none; the next start tries again
+                log.session = Session()
+                self._count_bytes(log)
 
 
 def _copy(session: Session) -> Session:

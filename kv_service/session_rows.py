@@ -113,6 +113,8 @@ def rows_of(txn: lmdb.Transaction, name: bytes) -> Iterator[tuple[int, bytes]]:
         key, row = bytes(found), bytes(value[8:])
         if not key.startswith(name):
             return
+        if len(key) != NAME_BYTES + _U64.size:
+            raise lmdb.CorruptedError("a key of another length")
         yield _U64.unpack(key[NAME_BYTES:])[0], row if xxhash.xxh3_64_digest(key + row) == value[:8] else b""
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kv_service.disk import Disk, DiskError
+from kv_service.disk import Disk, DiskError, Found
 from kv_service.keys import Key
 from kv_service.labels import Labels
 from kv_service.parts import Pieces, checksum_of
@@ -62,10 +62,10 @@ class Vault:
 
     def _load(self, disk: Disk) -> None:
         began = time.monotonic()
-        found = disk.scan()
+        found, disk.found = disk.found, Found([], 0)  # which would keep what is evicted
         for entry in found.entries:
             self.store.load(entry)
-        self.labels = Labels(disk.tenants(), disk.origins())
+        self.labels = Labels(disk.tenants, disk.origins)
         self.faults.damaged_at_start = found.damaged + disk.set_aside
         self.store.room.shrink(max(0, self.store.room.home - self.limits.disk))
         self.store.room.shorten()
@@ -192,7 +192,7 @@ class Vault:
     def _load_block(self, entry: Entry) -> tuple[Pieces, str]:
         """The block, and the counter of what is wrong with it."""
         try:
-            pieces = self._disk.read(entry.name) if self._disk else ()
+            pieces = self._disk.read(entry.name, entry.size) if self._disk else ()
         except DiskError as error:
             _log.error("a block cannot be read: %s", error)
             return (), "read_errors"

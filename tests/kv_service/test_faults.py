@@ -99,7 +99,7 @@ def test_a_disk_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     held = fill(tmp_path)
     with running(config(tmp_path)) as kv:
 
-        def fail(self: Disk, name: bytes) -> list[bytes]:
+        def fail(self: Disk, name: bytes, size: int) -> list[bytes]:
             raise DiskError("Input/output error")
 
         monkeypatch.setattr(Disk, "read", fail)
