@@ -272,7 +272,7 @@ def serve(config: KvConfig) -> None:
             lambda server: add_to(server, servicer),
             max_workers=THREADS,
             busy=lambda: servicer.busy,
-            registry=_registry(servicer) if config.metrics_listen else None,
+            registry=_registry(servicer, exporter) if config.metrics_listen else None,
         )
         server.run()
     finally:
@@ -280,9 +280,11 @@ def serve(config: KvConfig) -> None:
         exporter.close()
 
 
-def _registry(servicer: KvServicer) -> CollectorRegistry:
-    from forefetch.telemetry.metrics import KvMetrics, new_registry  # loads Prometheus and numpy: only where they are used
+def _registry(servicer: KvServicer, exporter: Exporter) -> CollectorRegistry:
+    # Loads Prometheus and numpy: only where they are used.
+    from forefetch.telemetry.metrics import KvMetrics, SpanMetrics, new_registry
 
     registry = new_registry()
     KvMetrics(registry, servicer.stats)
+    SpanMetrics(registry, exporter)
     return registry

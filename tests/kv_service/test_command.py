@@ -95,12 +95,13 @@ def test_one_inspection_at_a_time(kept: Kv, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_reader_that_stopped_does_not_keep_others_from_inspecting(kept: Kv, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "TRANSFER_LIMIT_S", 0.3)
     shown = pb.InspectResponse(tenant="x" * 1_000_000)
-    monkeypatch.setattr(operators, "inspect", lambda *_: iter([shown] * 30))
-    stopped = kept.stub.Inspect(pb.InspectRequest())
-    next(stopped)  # and reads no more: flow control keeps the rest at the service
-    until(lambda: kept.client.stats().slow_peers == 1 and not kept.servicer._operator.locked())
+    with monkeypatch.context() as changed:
+        changed.setattr(server, "TRANSFER_LIMIT_S", 0.3)
+        changed.setattr(operators, "inspect", lambda *_: iter([shown] * 30))
+        stopped = kept.stub.Inspect(pb.InspectRequest())
+        next(stopped)  # and reads no more: flow control keeps the rest at the service
+        until(lambda: kept.client.stats().slow_peers == 1 and not kept.servicer._operator.locked(), 60.0)
     assert [message.damaged for message in kept.stub.Verify(pb.VerifyRequest())] == [0]
 
 

@@ -20,6 +20,7 @@ from kv_service.client import KvClient, SessionRecord
 from kv_service.disk import Disk, DiskError
 from kv_service.keys import Key, chain
 from kv_service.parts import checksum_of
+from kv_service.session_log import SessionLogs
 from kv_service.store import Outcome, Reservation
 from kv_service.store_room import DISK_PAGE, Limits
 from kv_service.vault import Vault
@@ -93,6 +94,45 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path, damage: str) -> None:
     assert (tmp_path / "blocks.damaged" / "data.mdb").exists()
     with running(config(tmp_path)) as kv:
         assert kv.client.get(keys) == [block for _, block in held]
+
+
+@pytest.mark.parametrize("which", [Disk, SessionLogs])
+def test_an_error_of_lmdb_while_a_file_is_read_sets_it_aside(which: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = fill(tmp_path)
+    load, errors = which._load, [lmdb.CorruptedError("a page of another kind")]
+
+    def failing(self: object, env: lmdb.Environment) -> None:
+        load(self, env)
+        for error in errors:
+            errors.clear()
+            raise error
+
+    monkeypatch.setattr(which, "_load", failing)
+    with running(config(tmp_path)) as kv:
+        assert kv.client.stats().damaged_at_start == 1
+        assert kv.client.look_up([key for key, _ in held]) == (0 if which is Disk else 3)
+        assert kv.client.append_session("s", 1, SessionRecord(0, (1,))).tokens == 1
+
+
+def test_a_file_that_ends_the_process_is_set_aside_by_the_next(process: Process, kv: Kv, tmp_path: Path) -> None:
+    """LMDB's assertions and reads beyond the file raise nothing: the mark of a fatal signal has the next start look first."""
+    client, keys = KvClient(process.address), kv.keys(1, 2, 3)
+    assert client.put([(key, kv.block(key, 5000)) for key in keys]) == (3, 0)
+    client.append_session("s", 1, SessionRecord(0, (1, 2)))
+    until(lambda: client.stats().disk_blocks == 3)
+    client.close()
+    process.signal(signal.SIGABRT)
+    assert process.wait(60)
+    assert (tmp_path / "crash.log").stat().st_size
+    pages = (tmp_path / "blocks" / "data.mdb").read_bytes()
+    (tmp_path / "blocks" / "data.mdb").write_bytes(pages[:8192].ljust(len(pages), b"\0"))
+    with running(config(tmp_path)) as again:
+        assert again.client.stats().damaged_at_start == 1
+        assert again.client.look_up(keys) == 0
+        state = again.client.get_session("s")
+        assert state is not None
+        assert state.token_ids == (1, 2)
+    assert not (tmp_path / "crash.log").stat().st_size
 
 
 def test_a_disk_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

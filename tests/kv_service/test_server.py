@@ -177,7 +177,9 @@ def test_spans_and_metrics_of_a_process(kv: Kv, process: Callable[..., Process])
         ("forefetch-kv", caller.trace_id.hex(), caller.span_id.hex())
     }
     with urllib.request.urlopen(f"http://{one.metrics}/metrics", timeout=5) as page:
-        assert "forefetch_kv_stored_total 1.0" in page.read().decode()
+        shown = page.read().decode()
+    assert "forefetch_kv_stored_total 1.0" in shown
+    assert "forefetch_spans_dropped_total 0.0" in shown
     receiver.close()
 
 
