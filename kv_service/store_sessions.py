@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-
 SESSION_BYTES = 600
 """What a session takes in memory beside what it holds, its name and its place among others included."""
 

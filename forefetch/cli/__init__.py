@@ -36,7 +36,7 @@ COMMANDS: dict[str, ModuleType] = {
     **{"up": up, "generate": generate, "demo": demo, "trace": trace, "stats": stats},
     **{"health": health, "kv": kv, "lookahead": lookahead, "plan": plan, "place": place, "quality": quality},
 }
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 DESCRIPTION = """\
 Forefetch serves Mixture-of-Experts language models whose experts do not fit next to their attention layers:
 a router computes attention, expert workers the experts, and a KV service keeps what should outlive a router."""
@@ -82,16 +82,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # Whoever read our output has gone.
-        _discard_output()
-        return 1
-    except OSError as error:  # a file that a flag names, or standard output: its disk is full
-        if not error.filename and error.errno not in _FULL:
-            raise
-        if not error.filename:
-            _discard_output()
-        return _fail(f"{error.filename or 'standard output'}: {error.strerror}", 1)
+    except OSError as error:  # a file that a flag names, or what reads our output
+        return _unwritten(error)
+
+
+def _unwritten(error: OSError) -> int:
+    if error.filename:
+        return _fail(f"{error.filename}: {error.strerror}", 1)
+    if error.errno not in _OUTPUT:
+        raise error
+    _discard_output()
+    return 1 if error.errno == errno.EPIPE else _fail(f"standard output: {error.strerror}", 1)
 
 
 def _ready_output() -> None:

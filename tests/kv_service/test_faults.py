@@ -97,7 +97,9 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("which", [Disk, SessionLogs])
-def test_an_error_of_lmdb_while_a_file_is_read_sets_it_aside(which: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_lmdb_while_a_file_is_read_sets_it_aside(
+    which: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = fill(tmp_path)
     load, errors = which._load, [lmdb.CorruptedError("a page of another kind")]
 
