@@ -74,7 +74,8 @@ class Message:
     @classmethod
     def decode(cls, wire: bytes) -> Message:
         """The inverse. Raises DecodeError."""
-        parts, rest = [], []
+        parts: list[Part] = []
+        rest = []
         for tag, begin, value, end in _fields(wire, 0, len(wire)):
             if tag == _PARTS and len(parts) == MAX_PARTS:
                 raise DecodeError(f"more than {MAX_PARTS} parts")

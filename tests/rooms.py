@@ -44,6 +44,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "edge": (
         "__main__",
         "server",
+        "wiring",
         "client",
         "sharing",
         "sharer",
@@ -106,7 +107,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
             "sizing",
             "quality",
         ),
-        *("disk", "vault", "session_log", "session_rows", "operators"),
+        *("disk", "walk", "crashes", "vault", "session_log", "session_rows", "operators"),
         *("kv", "handover", "lane", "replicas", "prefix", "naming", "sessions", "live", "rows"),
         *("host", "pool", "convert", "residency", "visit", "copying"),
         *("evaluator", "p2p", "p2p_following", "p2p_device", "p2p_decoder", "p2p_hints", "loading", "placer", "discovery"),
