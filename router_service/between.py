@@ -69,7 +69,8 @@ class Between:
         """The step in `buffers`, of as many rows, chose `tokens`; -1: none. Returns at once."""
         if whole.lend():
             self.seen.tokens[: len(tokens)] = tokens
-            between.expect(self.seen, buffers, len(tokens), moving, board)  # type: ignore[no-untyped-call]
+            seen = self.seen.task, self.seen.behind
+            between.expect(*seen, buffers.x, len(tokens), moving.jobs.numbers, board)  # type: ignore[no-untyped-call]
 
     def abandon(self, whole: WholeExperts, moving: visit.Moving) -> None:
         """The next step is none of `buffers`: it finds everything still."""

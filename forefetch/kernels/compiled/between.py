@@ -25,7 +25,7 @@ from numba import carray
 
 from forefetch.kernels.compiled.ahead import FLOOR, SURE, begun, returned
 from forefetch.kernels.compiled.atomics import add, get, put
-from forefetch.kernels.compiled.copier import DONE, FREE, QUEUED, give_up, offer, pending, settle, waiting
+from forefetch.kernels.compiled.copier import DONE, FREE, QUEUED, WAITING, give_up, offer, pending, settle, waiting
 from forefetch.kernels.compiled.crew import HELPERS, wake
 from forefetch.kernels.compiled.linear import product_alone
 from forefetch.kernels.compiled.maths import rms_norm
@@ -68,12 +68,15 @@ class Seen(NamedTuple):
 
 
 @compiled()
-def expect(seen, buffers, count, moving, board):
-    """The step that is in `buffers` chose seen.tokens[:count]: has a helper name what the next one will need."""
-    seen.behind[:count] = buffers.x[:count]
-    seen.task[ROWS], seen.task[STOP], seen.task[RANKED] = count, 0, 0
-    put(address_of(seen.task), QUEUED)
-    add(waiting(moving.jobs), 1)
+def expect(task, behind, x, count, copies, board):
+    """The step that left residuals x [count, H] chose Seen.tokens: has a helper name what the next one will need.
+
+    Few arguments, since each array takes its time to be handed over. task, behind: Seen's; copies: the numbers of Jobs.
+    """
+    behind[:count] = x[:count]
+    task[ROWS], task[STOP], task[RANKED] = count, 0, 0
+    put(address_of(task), QUEUED)
+    add(address_of(copies) + 8 * WAITING, 1)
     wake(board)
 
 
