@@ -8,6 +8,7 @@ from operator import add
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from expert_worker.core import Core
 from expert_worker.experts import Experts
@@ -68,15 +69,17 @@ class WholeExperts:
             result=result,
         )
 
-    def moving(self, layers: int) -> visit.Moving:
-        """What steps of a model with so many layers need when there are fewer slots than experts."""
+    def moving(self, layers: int, threads: int) -> visit.Moving:
+        """What steps of a model with so many layers need, by so many threads, when there are fewer slots than experts."""
         residency, count = self._residency, self._experts.numbers.shape[1]
         lane = self._experts.lane if residency else None
         named, needs, ways, how, spent = np.zeros((5, count), dtype=np.int64)
+        copies = lane.copies if lane and lane.copies else NO_COPIES
+        once = torch.zeros((threads if copies.kind != unpack.SAME else 0, copies.stride), dtype=torch.uint8)
         return visit.Moving(
             any=residency is not None,
             table=residency.slots.table if residency else Slots(1, [1]).table,
-            copies=lane.copies if lane and lane.copies else NO_COPIES,
+            copies=copies,
             jobs=self._jobs,
             hinted=np.zeros(len(self._experts.members), dtype=bool),
             named=named,
@@ -87,6 +90,7 @@ class WholeExperts:
             how=how,
             spent=spent,
             uses=np.zeros(count),
+            once=once.numpy(),
         )
 
     @contextmanager

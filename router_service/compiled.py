@@ -72,13 +72,13 @@ class CompiledTrunk:
         self.buffers = buffers_of(self.model, max_rows)
         self._workers, self._local, self._halves_from = workers, local, halves_from
         self._experts = experts = local.experts.room(max_rows) if local else None
-        self._moving = moving = local.experts.moving(trunk.spec.layers) if local else None
+        count = helpers(0 if local else 1)  # workers in other processes need a core while this one computes
+        self._moving = moving = local.experts.moving(trunk.spec.layers, 1 + count) if local else None
         hints = hints if moving and moving.any else None
         self._ahead, self._naming = CompiledHeads(trunk, max_rows, hints), False
         self._between, self._rows = Between(trunk, max_rows, foresight_of(trunk, hints)), 0
         seen = self.model, self.buffers, experts, moving, self._ahead.heads, self._between.seen
-        # Workers in other processes need a core while this one computes.
-        self._crew = Crew(helpers(0 if local else 1), lambda board, number: step.assist(board, number, *seen))
+        self._crew = Crew(count, lambda board, number: step.assist(board, number, *seen))
         if hints is not None and self._between.any and self._crew.helpers:
             hints.foresee = self.foresee
         self._mlp = mlp_of(trunk, max_rows)

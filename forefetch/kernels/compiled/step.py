@@ -141,24 +141,25 @@ def run(buffers, experts, moving, items, pairs, board):
         post(board, EXPERT, items)
         item = take(board)
         while item >= 0:
-            waited += one_expert(buffers, experts, moving, item)
+            waited += one_expert(buffers, experts, moving, item, 0)
             finish(board)
             item = take(board)
         join(board, items)
     else:
         for number in range(items):
-            waited += one_expert(buffers, experts, moving, items - 1 - number)
+            waited += one_expert(buffers, experts, moving, items - 1 - number, 0)
     return waited
 
 
 @compiled()
-def one_expert(buffers, experts, moving, item):
-    """The pairs of one of the experts that run. Returns how long that took to come in."""
-    waited = 0
+def one_expert(buffers, experts, moving, item, who):
+    """The pairs of one of the experts that run, by thread `who`: 0, or 1 and its number as a helper. Returns how long the
+    expert took to come in."""
+    waited, first, group = 0, experts.first, experts.groups[item]
+    at = experts.pool + experts.slots[item] * experts.strides[0]
     if moving.how[item]:
-        come_in(moving, item, experts.slots[item])
+        at = come_in(moving, item, moving.needs[group], experts.slots[item], who)
         waited = moving.spent[item]
-    at, first, group = experts.pool + experts.slots[item] * experts.strides[0], experts.first, experts.groups[item]
     scratch = experts.hidden, experts.active, experts.result
     w13, w2, pairs = at, at + experts.strides[1], (first[group], first[group + 1])
     expert(buffers.normed, experts.rows, *pairs, w13, w2, experts.kind, *scratch, buffers.order)
@@ -182,7 +183,7 @@ def assist(board, number, model, buffers, experts, moving, heads, seen):
                 product_panel(board, item)
             elif kind == EXPERT:
                 if experts is not None:
-                    one_expert(buffers, experts, moving, item)
+                    one_expert(buffers, experts, moving, item, 1 + number)
             else:
                 table, rows = laid_out(board, model)
                 one_of(model, table, rows, buffers, kind, item)

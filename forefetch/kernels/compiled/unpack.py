@@ -70,7 +70,13 @@ def widened(half):
 @compiled(fastmath=False)
 def fill(copies, number, slot):
     """Expert `number` into `slot`: bit for bit what `formats.unpack` gives."""
-    source, to = copies.host + number * copies.host_stride, copies.pool + slot * copies.stride
+    fill_at(copies, number, copies.pool + slot * copies.stride)
+
+
+@compiled(fastmath=False)
+def fill_at(copies, number, to):
+    """The same, to an address."""
+    source = copies.host + number * copies.host_stride
     hidden, width = copies.hidden, copies.width
     elements = 3 * hidden * width
     if copies.kind == SAME:

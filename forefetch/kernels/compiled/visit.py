@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from forefetch.kernels.compiled.copier import BYTES, EACH_NS, SPENT_NS, claim, copied, ended, give_up, settle
-from forefetch.kernels.compiled.simd import clock_ns
-from forefetch.kernels.compiled.slots import NOWHERE, WASTED, place, used
+from forefetch.kernels.compiled.simd import address_of, clock_ns
+from forefetch.kernels.compiled.slots import NOWHERE, WASTED, distance, place, used
 from forefetch.kernels.compiled.toolchain import compiled
-from forefetch.kernels.compiled.unpack import fill
+from forefetch.kernels.compiled.unpack import fill, fill_at
 
 HITS, LATE, MISSES, RESIDENT, GONE, COPIED, COPY_NS, STALL_NS, NAMED, FOUND = range(10)
 COUNTS = 10
 """Per layer of a step. GONE, COPIED, COPY_NS: experts that left unused, bytes and time of copies, all since the table was made;
 NAMED: experts named for the layer, FOUND: those of them that it chose."""
 CROWD = 8  # as expert_worker/slots.py has it
-HERE, BRING, AWAIT = 0, 1, 2
-"""What an item needs before it runs: nothing; its expert brought in by who takes it; or, plus a job's place, that job's end.
-Of no job (NOWHERE) that makes BRING."""
+LATER, PASS, HERE, BRING, AWAIT = -2, -1, 0, 1, 2
+"""What a group or item needs before it runs: another wave; its expert unpacked by who takes it, for this once; nothing; its
+expert brought in by who takes it; or, plus a job's place, that job's end. Of no job (NOWHERE) that makes BRING."""
 
 
 class Moving(NamedTuple):
@@ -36,6 +36,7 @@ class Moving(NamedTuple):
     how: Any  # [E] int64: the same for each item of the wave; zeros where nothing moves
     spent: Any  # [E] int64: ns that an item took to come in
     uses: Any  # [E] float64
+    once: Any  # [threads, bytes of a slot] uint8, where formats are unpacked: for experts that are not worth a slot; else empty
 
 
 @compiled()
@@ -106,12 +107,12 @@ def next_wave(moving, needs, groups, slots):
             slot = table.slot_of[needs[group]]
             if moving.todo[group] and slot != NOWHERE:
                 moving.ways[group] = HERE if table.ready[slot] else AWAIT + claim(moving.jobs, needs[group])
-        for lowest, highest in ((AWAIT, AWAIT + len(moving.jobs.word)), (HERE, HERE), (BRING, BRING)):
+        for lowest, highest in ((AWAIT, AWAIT + len(moving.jobs.word)), (HERE, HERE), (PASS, PASS), (BRING, BRING)):
             for group in range(len(needs)):
-                slot, way = table.slot_of[needs[group]], moving.ways[group]
-                if moving.todo[group] and slot != NOWHERE and lowest <= way <= highest:
+                way = moving.ways[group]
+                if moving.todo[group] and lowest <= way <= highest:
                     moving.todo[group] = False
-                    groups[wave], slots[wave], how[wave] = group, slot, way
+                    groups[wave], slots[wave], how[wave] = group, table.slot_of[needs[group]], way
                     wave += 1
         if not wave:
             give_up(moving.jobs, moving.copies, table, False)  # every slot was on its way to somebody
@@ -120,17 +121,26 @@ def next_wave(moving, needs, groups, slots):
 
 @compiled()
 def demand(moving, needs):
-    """Gives slots to missing experts, as many as a call may bring in at once, and pins them."""
-    table, brought = moving.table, 0
+    """Gives slots to missing experts, as many as a call may bring in at once, and pins them. Says of the others in
+    `moving.ways` whether they can run without."""
+    table, brought, passing = moving.table, 0, len(moving.once) > 0
     for group in range(len(needs)):
         expert = needs[group]
         if not moving.todo[group] or table.slot_of[expert] != NOWHERE:
             continue
-        slot = place(table, expert, 0.0, True) if brought < table.window else NOWHERE
+        unless = back_in(table, expert) + table.layers if passing else 0.0
+        slot = place(table, expert, unless, True) if brought < table.window else NOWHERE
         if slot == NOWHERE:
-            break
-        table.pins[slot] += 1
-        brought += 1
+            moving.ways[group] = PASS if passing else LATER
+        else:
+            table.pins[slot] += 1
+            brought += 1
+
+
+@compiled()
+def back_in(table, expert):
+    """Expected calls until an expert is needed again."""
+    return distance(table, table.layer_of[expert]) + table.gap[expert]
 
 
 @compiled()
@@ -138,19 +148,23 @@ def bringing(moving, items):
     """About how long it takes one thread to bring in what the wave's items lack."""
     missing = 0
     for item in range(items):
-        missing += moving.how[item] == BRING
+        missing += moving.how[item] == BRING or moving.how[item] == PASS
     return missing * moving.jobs.numbers[EACH_NS]
 
 
 @compiled()
-def come_in(moving, item, slot):
-    """Any thread's: the expert of an item is in its slot when this returns."""
-    began = clock_ns()
-    if moving.how[item] == BRING:
-        fill(moving.copies, moving.table.expert_in[slot], slot)
+def come_in(moving, item, expert, slot, who):
+    """Any thread's, this one of number `who`: the address where the item's expert is when this returns."""
+    began, way, at = clock_ns(), moving.how[item], moving.copies.pool + slot * moving.copies.stride
+    if way == PASS:
+        at = address_of(moving.once) + who * moving.once.shape[1]
+        fill_at(moving.copies, expert, at)
+    elif way == BRING:
+        fill(moving.copies, expert, slot)
     else:
-        ended(moving.jobs, moving.how[item] - AWAIT)
+        ended(moving.jobs, way - AWAIT)
     moving.spent[item] = clock_ns() - began
+    return at
 
 
 @compiled()
@@ -160,6 +174,8 @@ def leave(moving, slots):
     settle(jobs, copies, table)
     for item in range(len(slots)):
         slot = slots[item]
+        if moving.how[item] == PASS:
+            continue
         if moving.how[item] == BRING:
             table.ready[slot] = True
             copied(jobs, copies, moving.spent[item])
