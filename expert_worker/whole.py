@@ -85,7 +85,6 @@ class WholeExperts:
             named=named,
             counts=np.zeros((layers, visit.COUNTS), dtype=np.int64),
             needs=needs,
-            todo=np.zeros(count, dtype=bool),
             ways=ways,
             how=how,
             spent=spent,

@@ -25,7 +25,7 @@ from forefetch.kernels.compiled.visit import (
     close_step,
     come_in,
     leave,
-    next_wave,
+    line_up,
     open_call,
 )
 
@@ -55,7 +55,7 @@ class Experts(NamedTuple):
     place: Any
     first: Any  # [E + 1]
     begins: Any  # [T]: T * K
-    groups: Any  # [E]: which of the call's experts run now, all or a wave of them
+    groups: Any  # [E]: the call's experts in the order of items
     slots: Any  # [E]: theirs
     hidden: Any  # [P, 2I] float32
     active: Any  # [P, I]
@@ -114,13 +114,11 @@ def routed(buffers, experts, moving, layer, place, count, board):
     for group in range(found):
         experts.load[needs[group]] += first[group + 1] - first[group]
     if moving.any:
-        began, left = open_call(moving, needs, first, place, count, counts), found
-        while left:
-            wave = next_wave(moving, needs, experts.groups, experts.slots)
-            counts[STALL_NS] += clock_ns() - began
-            counts[STALL_NS] += run(buffers, experts, moving, wave, ids.size, board)
-            leave(moving, experts.slots[:wave])
-            began, left = clock_ns(), left - wave
+        began = open_call(moving, needs, first, place, count, counts)
+        line_up(moving, needs, experts.groups, experts.slots)
+        counts[STALL_NS] += clock_ns() - began
+        counts[STALL_NS] += run(buffers, experts, moving, found, ids.size, board)
+        leave(moving, experts.slots[:found])
         close_call(moving, counts)
     else:
         for group in range(found):
@@ -133,7 +131,7 @@ def routed(buffers, experts, moving, layer, place, count, board):
 
 @compiled()
 def run(buffers, experts, moving, items, pairs, board):
-    """The first `items` of experts.groups, which have about so many pairs. Returns how long this thread waited for copies or
+    """The first `items` of experts.groups, with so many pairs. Returns how long this thread waited for copies or
     made them."""
     bytes_each, hidden, waited = experts.strides[1] // 2 * 3, buffers.normed.shape[1], 0
     ns = takes_ns(bytes_each * items, 6 * pairs * hidden * experts.active.shape[1]) + bringing(moving, items)

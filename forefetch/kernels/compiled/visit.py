@@ -8,16 +8,15 @@ from forefetch.kernels.compiled.copier import BYTES, EACH_NS, SPENT_NS, claim, c
 from forefetch.kernels.compiled.simd import address_of, clock_ns
 from forefetch.kernels.compiled.slots import NOWHERE, WASTED, distance, place, used
 from forefetch.kernels.compiled.toolchain import compiled
-from forefetch.kernels.compiled.unpack import fill, fill_at
+from forefetch.kernels.compiled.unpack import SAME, fill, fill_at
 
 HITS, LATE, MISSES, RESIDENT, GONE, COPIED, COPY_NS, STALL_NS, NAMED, FOUND = range(10)
 COUNTS = 10
 """Per layer of a step. GONE, COPIED, COPY_NS: experts that left unused, bytes and time of copies, all since the table was made;
 NAMED: experts named for the layer, FOUND: those of them that it chose."""
 CROWD = 8  # as expert_worker/slots.py has it
-LATER, PASS, HERE, BRING, AWAIT = -2, -1, 0, 1, 2
-"""What a group or item needs before it runs: another wave; its expert unpacked by who takes it, for this once; nothing; its
-expert brought in by who takes it; or, plus a job's place, that job's end. Of no job (NOWHERE) that makes BRING."""
+PASS, HERE, BRING, AWAIT = -1, 0, 1, 2
+"""What a group or item needs before it runs: to do without a slot this once; nothing; its expert brought in by who takes it; or, plus a job's place, that job's end. Of no job (NOWHERE) that makes BRING."""
 
 
 class Moving(NamedTuple):
@@ -31,12 +30,11 @@ class Moving(NamedTuple):
     named: Any  # [E] int64: places in the layer of those named, likeliest first
     counts: Any  # [L, COUNTS] int64
     needs: Any  # [E] int64: experts of the layer's call, by group
-    todo: Any  # [E] bool: groups that have not run
     ways: Any  # [E] int64: what each group needs
-    how: Any  # [E] int64: the same for each item of the wave; zeros where nothing moves
+    how: Any  # [E] int64: the same for each item; zeros where nothing moves
     spent: Any  # [E] int64: ns that an item took to come in
     uses: Any  # [E] float64
-    once: Any  # [threads, bytes of a slot] uint8, where formats are unpacked: for experts that are not worth a slot; else empty
+    once: Any  # [threads, bytes of a slot] uint8: where experts that are not worth a slot are unpacked; empty if none is
 
 
 @compiled()
@@ -83,7 +81,6 @@ def open_call(moving, needs, first, layer, rows, counts):
         ready, named = slot != NOWHERE and table.ready[slot], moving.hinted[expert]
         counts[FOUND] += named
         counts[(HITS if named else RESIDENT) if ready else (LATE if named else MISSES)] += 1
-        moving.todo[group] = True
         if slot != NOWHERE:
             table.pins[slot] += 1
     begin, end = table.first[layer], table.first[layer + 1]
@@ -94,44 +91,38 @@ def open_call(moving, needs, first, layer, rows, counts):
 
 
 @compiled()
-def next_wave(moving, needs, groups, slots):
-    """Fills groups and slots [E] with what can run now, at least one; returns how many. They are pinned until `leave`.
+def line_up(moving, needs, groups, slots):
+    """Fills groups and slots [E] with all of them, in the order of items; what has a slot stays pinned until `leave`.
 
-    Who takes an item does first what `moving.how` says: its expert is there, is to be brought in, or is on its way. They are
-    taken last to first, so the longest come first and those that others are bringing last.
+    Who takes an item does first what `moving.how` says: its expert is there, is to be brought in, is on its way, or does without
+    a slot. They are taken last to first, so the longest come first and those that others are bringing last.
     """
-    table, how, wave = moving.table, moving.how, 0
-    while not wave:
-        demand(moving, needs)
+    table, items = moving.table, 0
+    demand(moving, needs)
+    for group in range(len(needs)):
+        slot = table.slot_of[needs[group]]
+        if slot != NOWHERE:
+            moving.ways[group] = HERE if table.ready[slot] else AWAIT + claim(moving.jobs, needs[group])
+    for lowest, highest in ((AWAIT, AWAIT + len(moving.jobs.word)), (HERE, HERE), (PASS, PASS), (BRING, BRING)):
         for group in range(len(needs)):
-            slot = table.slot_of[needs[group]]
-            if moving.todo[group] and slot != NOWHERE:
-                moving.ways[group] = HERE if table.ready[slot] else AWAIT + claim(moving.jobs, needs[group])
-        for lowest, highest in ((AWAIT, AWAIT + len(moving.jobs.word)), (HERE, HERE), (PASS, PASS), (BRING, BRING)):
-            for group in range(len(needs)):
-                way = moving.ways[group]
-                if moving.todo[group] and lowest <= way <= highest:
-                    moving.todo[group] = False
-                    groups[wave], slots[wave], how[wave] = group, table.slot_of[needs[group]], way
-                    wave += 1
-        if not wave:
-            give_up(moving.jobs, moving.copies, table, False)  # every slot was on its way to somebody
-    return wave
+            if lowest <= moving.ways[group] <= highest:
+                groups[items], slots[items], moving.how[items] = group, table.slot_of[needs[group]], moving.ways[group]
+                items += 1
 
 
 @compiled()
 def demand(moving, needs):
-    """Gives slots to missing experts, as many as a call may bring in at once, and pins them. Says of the others in
-    `moving.ways` whether they can run without."""
-    table, brought, passing = moving.table, 0, len(moving.once) > 0
+    """Gives slots to missing experts that will be needed again a step sooner than some other, as many as a call may bring in,
+    and pins them. The others do without: a CPU computes from host memory as well."""
+    table, brought = moving.table, 0
     for group in range(len(needs)):
         expert = needs[group]
-        if not moving.todo[group] or table.slot_of[expert] != NOWHERE:
+        if table.slot_of[expert] != NOWHERE:
             continue
-        unless = back_in(table, expert) + table.layers if passing else 0.0
+        unless = back_in(table, expert) + table.layers
         slot = place(table, expert, unless, True) if brought < table.window else NOWHERE
         if slot == NOWHERE:
-            moving.ways[group] = PASS if passing else LATER
+            moving.ways[group] = PASS
         else:
             table.pins[slot] += 1
             brought += 1
@@ -145,10 +136,10 @@ def back_in(table, expert):
 
 @compiled()
 def bringing(moving, items):
-    """About how long it takes one thread to bring in what the wave's items lack."""
+    """About how long it takes one thread to bring in what the items lack."""
     missing = 0
     for item in range(items):
-        missing += moving.how[item] == BRING or moving.how[item] == PASS
+        missing += moving.how[item] == BRING
     return missing * moving.jobs.numbers[EACH_NS]
 
 
@@ -156,7 +147,9 @@ def bringing(moving, items):
 def come_in(moving, item, expert, slot, who):
     """Any thread's, this one of number `who`: the address where the item's expert is when this returns."""
     began, way, at = clock_ns(), moving.how[item], moving.copies.pool + slot * moving.copies.stride
-    if way == PASS:
+    if way == PASS and moving.copies.kind == SAME:
+        at = moving.copies.host + expert * moving.copies.host_stride
+    elif way == PASS:
         at = address_of(moving.once) + who * moving.once.shape[1]
         fill_at(moving.copies, expert, at)
     elif way == BRING:
@@ -169,7 +162,7 @@ def come_in(moving, item, expert, slot, who):
 
 @compiled()
 def leave(moving, slots):
-    """The experts in these slots, the wave's, have run."""
+    """The experts in these slots, the items', have run."""
     table, jobs, copies = moving.table, moving.jobs, moving.copies
     settle(jobs, copies, table)
     for item in range(len(slots)):
