@@ -16,7 +16,8 @@ COUNTS = 10
 NAMED: experts named for the layer, FOUND: those of them that it chose."""
 CROWD = 8  # as expert_worker/slots.py has it
 PASS, HERE, BRING, AWAIT = -1, 0, 1, 2
-"""What a group or item needs before it runs: to do without a slot this once; nothing; its expert brought in by who takes it; or, plus a job's place, that job's end. Of no job (NOWHERE) that makes BRING."""
+"""What a group or item needs before it runs: to do without a slot this once; nothing; its expert brought in by who takes it; or,
+plus a job's place, that job's end. Of no job (NOWHERE) that makes BRING."""
 
 
 class Moving(NamedTuple):
@@ -94,8 +95,8 @@ def open_call(moving, needs, first, layer, rows, counts):
 def line_up(moving, needs, groups, slots):
     """Fills groups and slots [E] with all of them, in the order of items; what has a slot stays pinned until `leave`.
 
-    Who takes an item does first what `moving.how` says: its expert is there, is to be brought in, is on its way, or does without
-    a slot. They are taken last to first, so the longest come first and those that others are bringing last.
+    Who takes an item does first what `moving.how` says. They are taken last to first, so the longest come first and those that
+    others are bringing last.
     """
     table, items = moving.table, 0
     demand(moving, needs)
