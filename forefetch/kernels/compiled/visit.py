@@ -16,8 +16,8 @@ COUNTS = 10
 NAMED: experts named for the layer, FOUND: those of them that it chose."""
 CROWD = 8  # as expert_worker/slots.py has it
 PASS, HERE, BRING, AWAIT = -1, 0, 1, 2
-"""What a group or item needs before it runs: to do without a slot this once; nothing; its expert brought in by who takes it; or,
-plus a job's place, that job's end. Of no job (NOWHERE) that makes BRING."""
+"""What a group or item needs before it runs: to do without a slot this once; nothing; its expert brought in by who takes it;
+or, plus a job's place, that job's end. Of no job (NOWHERE) that makes BRING."""
 
 
 class Moving(NamedTuple):
