@@ -82,8 +82,8 @@ def picture(found: Sequence[Measured], spec: ModelSpec, context: int, path: Path
         bits = [one.setup.bits(spec, context) for one in of_kind]
         _draw(perplexity, kind, style, bits, [one.cells[context].change for one in of_kind])
         _draw(divergence, kind, style, bits, [one.cells[context].divergence for one in of_kind])
-        for one, at in zip(of_kind, bits, strict=True):
-            _name(divergence, one, at, context)
+        for number, (one, at) in enumerate(zip(of_kind, bits, strict=True)):
+            _name(divergence, one, (at, 100 * one.cells[context].divergence.value), 6 + 11 * (number % 2))
     perplexity.axhline(0, color="0.5", linewidth=0.8)
     perplexity.set_ylabel("perplexity over float16's, %")
     divergence.set_yscale("log")
@@ -114,13 +114,14 @@ def _draw(axes: Axes, kind: str, style: tuple[str, str, str], bits: list[float],
     axes.errorbar(bits, values, [down, up], marker=marker, linestyle=line, color=colour, capsize=3, label=kind)
 
 
-def _name(axes: Axes, one: Measured, bits: float, context: int) -> None:
-    """Baselines are named right of their point, formats left: pairs of equal bits lie close together."""
+def _name(axes: Axes, one: Measured, point: tuple[float, float], away: int) -> None:
+    """Baselines are named above and right of their point, formats below and left, the next one farther `away`: formats and
+    baselines of equal bits lie close together."""
     right = one.setup.baseline is not None
     axes.annotate(
         one.setup.name,
-        (bits, 100 * one.cells[context].divergence.value),
-        xytext=(6 if right else -6, 6 if right else -6),
+        point,
+        xytext=(6, away) if right else (-6, -away),
         textcoords="offset points",
         ha="left" if right else "right",
         va="bottom" if right else "top",
