@@ -93,19 +93,17 @@ def rows(found: Sequence[Measured], count: int, spec: ModelSpec) -> Iterator[Row
     """Rows of results.csv, the difference to min-max with its interval."""
     for entry in report.as_json(found, spec):
         case = f"{spec.name}, {count} windows, {entry['format']}, {entry['bits']:.2f} bits, context {entry['context']}"
-        for name in ("change", "divergence"):
-            metric = {"change": "perplexity change", "divergence": "KL"}[name]
-            low, high = entry[f"{name}_interval"]
-            yield Row("kv_quality", case, metric, 100 * entry[name], "%")
-            yield Row("kv_quality", case, f"{metric}, low end of 95 %", 100 * low, "%")
-            yield Row("kv_quality", case, f"{metric}, high end of 95 %", 100 * high, "%")
-            if beside := entry["min_max"]:
-                low, high = beside[f"{name}_interval"]
-                against = f"{metric} beside {beside['format']} of {beside['bits']:.2f} bits"
-                yield Row("kv_quality", case, against, 100 * beside[name], "%")
-                yield Row("kv_quality", case, f"{against}, low end of 95 %", 100 * low, "%")
-                yield Row("kv_quality", case, f"{against}, high end of 95 %", 100 * high, "%")
         yield Row("kv_quality", case, "greedy agreement", 100 * entry["greedy_agreement"], "%")
+        yield from _rows(case, entry, "")
+        if beside := entry["min_max"]:
+            yield from _rows(case, beside, f" beside {beside['format']} of {beside['bits']:.2f} bits")
+
+
+def _rows(case: str, figures: dict[str, Any], what: str) -> Iterator[Row]:
+    for name, metric in (("change", f"perplexity change{what}"), ("divergence", f"KL{what}")):
+        yield Row("kv_quality", case, metric, 100 * figures[name], "%")
+        for end, value in zip(("low", "high"), figures[f"{name}_interval"] or (), strict=False):
+            yield Row("kv_quality", case, f"{metric}, {end} end of 95 %", 100 * value, "%")
 
 
 def main() -> None:

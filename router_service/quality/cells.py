@@ -1,8 +1,10 @@
 """What predictions differ by, summed in blocks, and intervals from blocks drawn anew.
 
-Errors of neighbouring predictions go together, for they read the same sealed pages; those of single predictions would make an
-interval too narrow. So the sums of BLOCK predictions in a row are one draw (a block bootstrap), and setups that are compared
-are drawn alike: what a hard passage does to both falls out of their difference.
+Errors of neighbouring predictions go together, for they read the same sealed pages in the same text; by single predictions an
+interval would be half as wide as it should. So the sums of BLOCK predictions in a row are one draw (a block bootstrap; each
+draw takes one block fewer than there are, which makes its variance unbiased), and setups that are compared are drawn alike:
+what a hard passage does to both falls out of their difference. Fewer than ten blocks still make intervals too narrow, and of
+one block there is none.
 
 Two measures. **Perplexity** is what text shows, and whether a prediction becomes better or worse by an error hangs on which
 token happened to come: two nearly lossless formats drown in that. **Divergence** (KL) is the mean of that difference over all
@@ -21,14 +23,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 256
-"""Predictions of a block: two pages. With twice as many intervals came out as wide (benchmarks/LOG.md)."""
+BLOCK = 1024
+"""Predictions of a block. With twice as many intervals come out as wide, with 256 half as wide (benchmarks/LOG.md)."""
 DRAWS = 2000
 COUNT, NATS, NATS_FP16, AGREED, APART = range(COLUMNS := 5)
 
 
 class Interval(NamedTuple):
-    """A figure and where it lies in 95 of 100 draws of blocks."""
+    """A figure and where it lies in 95 of 100 draws of blocks; not a number where there is one block."""
 
     value: float
     low: float
@@ -117,13 +119,14 @@ class Beside(NamedTuple):
 def _interval(blocks: Tensor, of: Callable[[Tensor], Tensor]) -> Interval:
     """`of` sums [n, columns] -> [n], for all blocks [b, columns] and for blocks drawn anew."""
     found = of(drawn(len(blocks)) @ blocks).nan_to_num(0.0)  # float16 beside float16 is 0 / 0
-    low, high = torch.quantile(found, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    low, high = torch.quantile(found, ends).tolist() if len(blocks) > 1 else (math.nan, math.nan)
     return Interval(float(of(blocks.sum(0, keepdim=True)).nan_to_num(0.0)), low, high)
 
 
 @lru_cache(maxsize=8)
 def drawn(blocks: int) -> Tensor:
     """How often each draw has each block: [DRAWS, blocks] float64, always the same."""
-    chosen = torch.randint(blocks, (DRAWS, blocks), generator=torch.Generator().manual_seed(0))
+    chosen = torch.randint(blocks, (DRAWS, max(1, blocks - 1)), generator=torch.Generator().manual_seed(0))
     once = torch.ones_like(chosen, dtype=torch.float64)
-    return torch.zeros_like(once).scatter_add_(1, chosen, once)
+    return torch.zeros((DRAWS, blocks), dtype=torch.float64).scatter_add_(1, chosen, once)

@@ -43,15 +43,15 @@ def chart(found: Sequence[Measured], spec: ModelSpec, context: int) -> Text:
     shown = Text(f"KL of predictions at {context // 2} to {context} tokens from float16's, 95 % interval; logarithmic\n")
     if not lines:
         return shown
-    low = min(_least(interval) for _, interval in lines)
-    reach = math.log(max(interval.high for _, interval in lines) / low) or 1.0
+    low = min(_ends(interval)[0] for _, interval in lines)
+    reach = math.log(max(_ends(interval)[1] for _, interval in lines) / low) or 1.0
 
     def place(value: float) -> int:
         return round((WIDTH - 1) * max(0.0, math.log(max(value, low) / low)) / reach)
 
     for one, interval in lines:
         track = [" "] * WIDTH
-        first, last = place(interval.low), place(interval.high)
+        first, last = map(place, _ends(interval))
         track[first : last + 1] = "─" * (last + 1 - first)
         track[place(interval.value)] = "○" if one.setup.baseline else "●"
         shown.append(f"{one.setup.bits(spec, context):6.2f} bits  {one.setup.name:<14} ")
@@ -64,8 +64,10 @@ def _plain(one: Measured, context: int) -> bool:
     return one.cells[context].divergence.value <= 0
 
 
-def _least(interval: Interval) -> float:
-    return max(interval.low, interval.value / 10)
+def _ends(interval: Interval) -> tuple[float, float]:
+    """Of a bar on a logarithmic scale, without an interval the value."""
+    value, low, high = interval
+    return (value, value) if math.isnan(low) else (max(low, value / 10), high)
 
 
 def picture(found: Sequence[Measured], spec: ModelSpec, context: int, path: Path) -> None:
@@ -109,8 +111,9 @@ def _draw(axes: Axes, kind: str, style: tuple[str, str, str], bits: list[float],
         return
     marker, line, colour = style
     values = [100 * each.value for each in intervals]
-    down = [100 * max(0.0, each.value - each.low) for each in intervals]
-    up = [100 * max(0.0, each.high - each.value) for each in intervals]
+    ends = [(each.value, each.value) if math.isnan(each.low) else (each.low, each.high) for each in intervals]
+    down = [max(0.0, value - 100 * low) for value, (low, _) in zip(values, ends, strict=True)]
+    up = [max(0.0, 100 * high - value) for value, (_, high) in zip(values, ends, strict=True)]
     axes.errorbar(bits, values, [down, up], marker=marker, linestyle=line, color=colour, capsize=3, label=kind)
 
 

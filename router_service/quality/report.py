@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ def twin(one: Measured, found: Sequence[Measured], spec: ModelSpec, context: int
 
 
 def as_json(found: Sequence[Measured], spec: ModelSpec) -> list[dict[str, Any]]:
-    """One object per setup and context. Intervals are [low, high] of 95 in 100; shares, not per cent."""
+    """One object per setup and context. Intervals are [low, high] of 95 in 100, or null; shares, not per cent."""
     return [
         {
             "format": measured.setup.name,
@@ -73,8 +74,8 @@ def _beside(one: Measured, other: Measured | None, context: int, spec: ModelSpec
     }
 
 
-def _range(interval: Interval) -> list[float]:
-    return [round(interval.low, 7), round(interval.high, 7)]
+def _range(interval: Interval) -> list[float] | None:
+    return None if math.isnan(interval.low) else [round(interval.low, 7), round(interval.high, 7)]
 
 
 def table(found: Sequence[Measured], spec: ModelSpec, contexts: Sequence[int]) -> Table:

@@ -22,7 +22,7 @@ def test_windows_are_kept_and_put_together(tmp_path: Path) -> None:
     kept, whole = Kept(tmp_path / "kept.jsonl"), {name: Cell() for name in NAMES}
     for window in range(3):
         for number, setup in enumerate(wanted[: 1 if window == 2 else 2]):  # the last window lacks the baseline
-            part = torch.rand(4, 300, generator=torch.Generator().manual_seed(10 * window + number))
+            part = torch.rand(4, 1300, generator=torch.Generator().manual_seed(10 * window + number))
             measured = Measured(setup, {4096: Cell()})
             for cell in (measured.cells[4096], *([whole[setup.name]] if window < 2 else [])):
                 cell.add(part[0], part[1], part[2] > 0.1, part[3])

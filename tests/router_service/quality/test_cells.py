@@ -17,8 +17,8 @@ def draws(count: int, seed: int, together: int = 1) -> Tensor:
 
 def cell(nats: Tensor, plain: Tensor, apart: Tensor) -> Cell:
     made = Cell()
-    for first in range(0, len(nats), 1000):  # windows, the last block of each shorter
-        span = slice(first, first + 1000)
+    for first in range(0, len(nats), 2000):  # windows, the last block of each shorter
+        span = slice(first, first + 2000)
         made.add(nats[span], plain[span], nats[span] > 0, apart[span])
     return made
 
@@ -45,6 +45,7 @@ def test_intervals_hold_where_neighbours_err_together(monkeypatch: pytest.Monkey
     """47 of 50 are expected, somewhat fewer with 16 blocks. Single predictions, of which 50 err alike, make one a seventh
     as wide, which has the mean in one of five."""
     monkeypatch.setattr(cells, "DRAWS", 300)
+    monkeypatch.setattr(cells, "BLOCK", 250)
     cells.drawn.cache_clear()
     assert covered(50) >= 42
     monkeypatch.setattr(cells, "BLOCK", 1)
@@ -63,9 +64,17 @@ def test_what_is_hard_for_both_falls_out_of_their_difference() -> None:
     assert change.low < change.value < change.high < 0
 
 
-def test_nothing_beside_nothing_is_no_difference() -> None:
+def test_of_one_block_there_is_no_interval() -> None:
     plain = draws(500, 1)
-    same = cell(plain, plain, torch.zeros(500))
+    value, low, high = cell(plain + 0.1, plain, plain).change
+    assert value == pytest.approx(math.expm1(0.1), rel=1e-5)
+    assert math.isnan(low)
+    assert math.isnan(high)
+
+
+def test_nothing_beside_nothing_is_no_difference() -> None:
+    plain = draws(1500, 1)
+    same = cell(plain, plain, torch.zeros(1500))
     assert same.beside(same) == ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
 
 
