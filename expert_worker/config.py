@@ -71,15 +71,16 @@ class ExpertConfig(ServiceConfig):
     miss: str = setting(
         "auto",
         """How an expert that is in no slot is evaluated. auto: in-place on a router's own GPU, whose steps can then be
-        recorded, else wait. wait: once the host has copied it into one; decode steps of a router on a CPU with all experts in
-        its process evaluate what is not expected back soon from host memory, to the same bits. in-place: where it is. A GPU's kernels read it from
-        pinned host memory, at about the speed of a copy, and which experts come into slots is decided and done by the GPU
-        (--placed, and placements that differ between layers, wait instead); a CPU makes no slots for experts as stored,
-        since they would be copies in the same memory (of no effect there with --experts int8 and int4, which slots hold
-        unpacked). GPUs only: cpu: on the CPU, from host memory; sooner: wait or cpu, whichever ends sooner by measured
-        times. Answers of wait and in-place repeat bit for bit; cpu forms sums in another order, so near-ties may fall
-        either way. shadow: from a copy in 4 bits, which stays in fast memory, while the expert comes in behind if it is
-        used often enough; an approximation, counted and named in every answer (not with --placed or --experts int4).
+        recorded, else wait. wait: once the host has copied it into one; decode steps of a router on a CPU with all
+        experts in its process evaluate what is not expected back soon from host memory, to the same bits. in-place:
+        where it is. A GPU's kernels read it from pinned host memory, at about the speed of a copy, and which experts
+        come into slots is decided and done by the GPU (--placed, and placements that differ between layers, wait
+        instead); a CPU makes no slots for experts as stored, since they would be copies in the same memory (of no
+        effect there with --experts int8 and int4, which slots hold unpacked). GPUs only: cpu: on the CPU, from host
+        memory; sooner: wait or cpu, whichever ends sooner by measured times. Answers of wait and in-place repeat bit
+        for bit; cpu forms sums in another order, so near-ties may fall either way. shadow: from a copy in 4 bits, which
+        stays in fast memory, while the expert comes in behind if it is used often enough; an approximation, counted and
+        named in every answer (not with --placed or --experts int4).
         Routers must be told, with their --miss.""",
         choices=("auto", "in-place", "wait", "cpu", "sooner", "shadow"),
     )
