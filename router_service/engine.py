@@ -19,6 +19,7 @@ from typing import Any
 from forefetch.errors import Draining, ForefetchError, LinkDown, Unavailable
 from forefetch.telemetry.ring import Timings
 from router_service.answer import Answer, Delivery
+from router_service.finite import NotFinite
 from router_service.flight import Flight, Parts, launch
 from router_service.sampling import Sampled
 from router_service.scheduler import Plan, Request
@@ -202,12 +203,16 @@ class Engine:
         return False
 
     def _launch(self, plan: Plan) -> bool:
-        """Starts a step. False when a worker was lost: nothing has changed then, the next plan holds the same tokens again."""
+        """Starts a step. False when a worker was lost, or a prompt's rows are no numbers: nothing has changed then, the next
+        plan holds the same tokens again, but for those prompts'."""
         stamps = self.parts.recorder.begin(self._step)
         try:
             flight = launch(self.parts, self._step, plan, stamps)
         except LinkDown:
             self._replay(plan)
+            return False
+        except NotFinite as error:
+            self._streams.end([(plan.prefills[i].request, ForefetchError(BAD_LOGITS)) for i in error.chunks], remove=True)
             return False
         self.parts.scheduler.advance(plan)
         self._flights.append(flight)

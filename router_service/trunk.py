@@ -23,6 +23,7 @@ from forefetch.weights import Checkpoint
 from kv_service.client import Pool
 from router_service.batch import StepBatch
 from router_service.cache import Place, no_place
+from router_service.finite import check_prompts
 from router_service.layers import Layer, Loader, head_logits, project
 from router_service.rope import Rope
 
@@ -203,10 +204,11 @@ class Trunk:
         observer: Observer | None = None,
         front: Front | None = None,
     ) -> torch.Tensor:
-        """Runs the step's rows through all layers -> float32 logits [S, V] of the rows that choose a token."""
+        """Runs the step's rows through all layers -> float32 logits [S, V] of the rows that choose a token. NotFinite."""
         step, x = self.begun(batch, experts, stamps, observer, front), self.embedded(batch)
         for i, layer in enumerate(self.layers):
             x = self._layer(i, layer, x, step)
+        check_prompts(x, batch)
         started = perf_counter_ns()
         rows = batch.logit_rows if batch.picks is None else batch.logit_rows[batch.picks]
         logits = self.logits_of(x[rows]) if front is None else front.logits(x)

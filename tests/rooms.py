@@ -65,6 +65,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *(
             "engine",
             "streams",
+            "finite",
             "flight",
             "trunk",
             "decoder",

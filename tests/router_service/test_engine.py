@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,7 @@ from router_service.admission import Admitted, SamplingParams
 from router_service.answer import Answer, Delivery, FinishOut, TokenOut
 from router_service.batch import StepBatch, StepBuffers
 from router_service.engine import Engine
+from router_service.finite import NotFinite
 from router_service.flight import Parts
 from router_service.pages import PagePool
 from router_service.recorder import Recorder
@@ -141,8 +142,8 @@ class Rig:
         return [event.token_id for event in tokens], self.events[name][-1]
 
 
-def make_rig(*, ahead: bool) -> Rig:
-    """Its engine is not started: tests step it, or start it."""
+def make_rig(*, ahead: bool, deliver: Callable[[list[Delivery]], None] | None = None) -> Rig:
+    """Its engine is not started: tests step it, or start it. `deliver`: in place of the rig's own."""
     ring = StepRing(64, 1, 1)
     registry = new_registry()
     book = RequestBook(ring, 16)
@@ -155,7 +156,7 @@ def make_rig(*, ahead: bool) -> Rig:
     trunk.gate.set()
     made = Rig(None, trunk, workers, scheduler)  # type: ignore[arg-type]
     parts = Parts(trunk, buffers, FakeDispatch(), workers, scheduler, recorder)  # type: ignore[arg-type]
-    made.engine = Engine(parts, made.deliver, worker_grace_s=0.3)
+    made.engine = Engine(parts, deliver or made.deliver, worker_grace_s=0.3)
     return made
 
 
@@ -239,6 +240,17 @@ def test_bad_logits_end_one_request_only(rig: Rig) -> None:
     assert "logits" in str(end)
     assert rig.result("b")[0] == [9, 10, 11, 12]
     assert rig.scheduler.pool.used == 0
+
+
+def test_a_prompt_whose_rows_are_no_numbers_ends_alone_and_leaves_nothing(rig: Rig) -> None:
+    rig.trunk.gate.clear()
+    rig.submit("a", prompt=3)
+    rig.submit("b", prompt=9)
+    rig.trunk.broken = [NotFinite([0])]
+    rig.trunk.gate.set()
+    assert "logits" in str(rig.result("a")[1])
+    assert rig.result("b")[0] == [9, 10, 11, 12]
+    wait_until(lambda: rig.scheduler.pool.used == 0)
 
 
 def test_no_step_works_on_a_cancelled_request(rig: Rig) -> None:

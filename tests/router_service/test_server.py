@@ -86,12 +86,11 @@ def api() -> Iterator[Api]:
     def wait(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
 
-    rig = make_rig(ahead=False)
+    rig = make_rig(ahead=False, deliver=Deliverer(loop))
     rig.engine.parts.scheduler = rig.scheduler = Scheduler(
         PagePool(1 + 4 * CONTEXT // PAGE), page_size=PAGE, max_batch=4, max_step_tokens=16, max_waiting=4
     )
     rig.engine.parts.buffers._table.resize_(4, CONTEXT // PAGE)
-    rig.engine.deliver = rig.engine._streams._deliver = Deliverer(loop)
     callers, server = wait(served(rig))
     rig.engine.start()
     yield Api(rig, callers, server.address, loop)

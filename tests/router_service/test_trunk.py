@@ -14,7 +14,9 @@ from reference_model import CASES, Oracle
 from trunk_rig import PAGE, Rig, close, multiply_out
 
 from forefetch.spec import ModelSpec
+from forefetch.telemetry.ring import StepStamps
 from router_service.cache import KvCache
+from router_service.finite import NotFinite
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -82,6 +84,27 @@ def test_answers_do_not_depend_on_the_batch_or_on_padding(checkpoint: Callable[[
         together.step()
     together.run()
     assert [r.tokens for r in requests] == [r.tokens for r in alone]
+
+
+def test_prompt_rows_that_are_no_numbers_are_found_before_anything_counts(checkpoint: Callable[[str], Path]) -> None:
+    """A worker answers one row with NaN, in a chunk of a prompt that chooses no token yet; the other prompt is sound."""
+    rig = Rig(checkpoint("qwen3"), max_step_tokens=12)
+    sound, broken = rig.add([5, 6, 7], max_tokens=1), rig.add([9] * 30, max_tokens=1)
+    whole = rig.experts
+
+    class Broken:
+        send = whole.send
+
+        def add(self, out: torch.Tensor, layer: int, stamps: StepStamps) -> int:
+            whole.add(out, layer, stamps)
+            out[7] = float("nan")
+            return 0
+
+    rig.experts = Broken()
+    with pytest.raises(NotFinite) as caught:
+        rig.step()
+    assert caught.value.chunks == [1]
+    assert (sound.computed, broken.computed) == (0, 0)
 
 
 def test_the_router_never_reads_a_routed_expert(checkpoint: Callable[[str], Path]) -> None:
