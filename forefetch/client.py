@@ -29,7 +29,7 @@ from google.protobuf.message import Message
 from forefetch import messages, rpc
 from forefetch.answers import Completion, Event, Finish, Options, Prompt, Session, StepTimings, Token, Usage
 from forefetch.attempts import Attempts
-from forefetch.errors import ForefetchError, Unavailable
+from forefetch.errors import Cancelled, ForefetchError, Unavailable
 from forefetch.telemetry import context
 from forefetch.v1 import router_pb2, router_pb2_grpc
 
@@ -49,6 +49,9 @@ __all__ = [
 
 UNARY_TIMEOUT_S = 10.0
 PATIENCE_S = 30.0
+LONGEST_S = 1e8
+"""Deadlines beyond this, infinity too, are none."""
+CLOSED = "the client is closed"
 R = TypeVar("R")
 _Metadata = tuple[tuple[str, str], ...]
 
@@ -66,8 +69,11 @@ class Client:
         self._bearer = _bearer(token)
         self._addresses, self._at = address.split(","), 0
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._closed = False
 
     def _stub_of(self, address: str) -> router_pb2_grpc.RouterServiceAsyncStub:
+        if self._closed:
+            raise Cancelled(CLOSED)
         if address not in self._channels:
             self._channels[address] = rpc.aio_channel(address, self._tls)  # must be made inside the loop
         return router_pb2_grpc.RouterServiceStub(self._channels[address])
@@ -77,7 +83,8 @@ class Client:
         return self._stub_of(self._addresses[self._at])
 
     async def close(self) -> None:
-        """Ends the connections. A closed client cannot be used again."""
+        """Ends the connections. A closed client cannot be used again: its calls raise Cancelled."""
+        self._closed = True
         for channel in self._channels.values():
             await channel.close()
 
@@ -141,10 +148,11 @@ class Client:
         timeout: float,
     ) -> R:
         """A call that changes nothing, to the first router that is there."""
+        at_most = _left(timeout, perf_counter())
         for left in reversed(range(len(self._addresses))):
             try:
                 with _our_errors():
-                    return await method(self._stub)(request, timeout=timeout, metadata=_metadata() + self._bearer)
+                    return await method(self._stub)(request, timeout=at_most, metadata=_metadata() + self._bearer)
             except Unavailable:
                 if not left:
                     raise
@@ -161,13 +169,20 @@ class SyncClient:
         self._addresses, self._at = address.split(","), 0
         self._channels = [rpc.channel(one, tls) for one in self._addresses]
         self._stubs = [router_pb2_grpc.RouterServiceStub(channel) for channel in self._channels]
+        self._closed = False
+
+    def _stub_at(self, index: int) -> router_pb2_grpc.RouterServiceStub:
+        if self._closed:
+            raise Cancelled(CLOSED)
+        return self._stubs[index]
 
     @property
     def _stub(self) -> router_pb2_grpc.RouterServiceStub:
-        return self._stubs[self._at]
+        return self._stub_at(self._at)
 
     def close(self) -> None:
-        """Ends the connections. A closed client cannot be used again."""
+        """Ends the connections. A closed client cannot be used again: its calls raise Cancelled."""
+        self._closed = True
         for channel in self._channels:
             channel.close()
 
@@ -189,7 +204,7 @@ class SyncClient:
         started = perf_counter()
         attempts = Attempts(request, self._addresses, self._at, self._patience_s)
         while True:
-            stub = self._stubs[attempts.index]
+            stub = self._stub_at(attempts.index)
             call = stub.Generate(attempts.request, timeout=_left(timeout, started), metadata=metadata)
             try:
                 with _our_errors():
@@ -227,10 +242,11 @@ class SyncClient:
         self, method: Callable[[router_pb2_grpc.RouterServiceStub], Callable[..., R]], request: Message, timeout: float
     ) -> R:
         """See `Client._call`."""
+        at_most = _left(timeout, perf_counter())
         for left in reversed(range(len(self._addresses))):
             try:
                 with _our_errors():
-                    return method(self._stub)(request, timeout=timeout, metadata=_metadata() + self._bearer)
+                    return method(self._stub)(request, timeout=at_most, metadata=_metadata() + self._bearer)
             except Unavailable:
                 if not left:
                     raise
@@ -246,7 +262,8 @@ def _seen(attempts: Attempts, response: router_pb2.GenerateResponse, started: fl
 
 
 def _left(timeout: float | None, started: float) -> float | None:
-    return None if timeout is None else max(timeout - (perf_counter() - started), 0.0)
+    """gRPC takes what is too far away for what has passed."""
+    return None if timeout is None or timeout > LONGEST_S else max(timeout - (perf_counter() - started), 0.0)
 
 
 def _bearer(token: str) -> _Metadata:
