@@ -16,10 +16,11 @@ import torch
 from expert_worker.config import ExpertConfig, spin_ns
 from expert_worker.control import Control, Holdings
 from expert_worker.core import WorkerInfo
-from expert_worker.links import GrpcLink, Link, LocalLink, ShmLink
+from expert_worker.links import Link, LocalLink
 from expert_worker.loading import load
 from expert_worker.p2p_link import Lane, open_lane
 from expert_worker.twin import TwinLink
+from expert_worker.wired import GrpcLink, ShmLink
 from forefetch import rpc, shm, wire
 from forefetch.errors import Mismatch, Unavailable
 from forefetch.kernels import compiled

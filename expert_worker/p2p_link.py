@@ -9,7 +9,8 @@ from typing import Any, cast
 import grpc
 import torch
 
-from expert_worker.links import Link, WiredLink, _refusal, _within
+from expert_worker.links import Link
+from expert_worker.wired import WiredLink, refusal, within
 from forefetch import shm
 from forefetch.errors import Mismatch, Unavailable
 from forefetch.p2p.host import HostPort
@@ -114,7 +115,7 @@ def _device(
         for area in filter(None, (inbox, outbox)):
             area.close()
         if isinstance(error, Unavailable) and not stream.is_active():
-            raise _refusal(stream) from None
+            raise refusal(stream) from None
         stream.cancel()
         raise
     finally:
@@ -131,9 +132,9 @@ def _asked(link: WiredLink, hello: expert_pb2.OpenLaneRequest, timeout_s: float)
 def _answered(link: WiredLink, stream: Any, timeout_s: float) -> None:
     """Waits until the worker follows. Mismatch or Unavailable, as it says."""
     try:
-        answer = _within(timeout_s, stream, lambda: next(stream))
+        answer = within(timeout_s, stream, lambda: next(stream))
     except grpc.RpcError as error:
-        raise _refusal(error) from None
+        raise refusal(error) from None
     except StopIteration:
         raise Unavailable(_GONE) from None
     if (answer.instance_id, answer.generation) != (link.info.instance_id, link.info.generation):

@@ -49,6 +49,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "sharing",
         "sharer",
         "links",
+        "wired",
         "p2p_link",
         "p2p_beside",
         "twin",

@@ -22,8 +22,8 @@ from worker_calls import WIRED, Model
 
 from expert_worker import client, hinting, server
 from expert_worker.core import Core, WorkerInfo
-from expert_worker.links import GrpcLink
 from expert_worker.residency import Copied
+from expert_worker.wired import GrpcLink
 from forefetch import rpc, shm, wire
 from forefetch.errors import BadRequest, ForefetchError, Mismatch, Unavailable
 from forefetch.hints import ExpertHint
