@@ -1,4 +1,4 @@
-"""Callers of Generate: how many there are at a time, and that none of them lets its answer lie for ever.
+"""Callers of Generate and Tokenize: how many there are at a time, and that none of them lets its answer lie for ever.
 
 What is ready for a stream waits in this process until its caller has read what came before: gRPC's flow control stops there. So
 an answer that nobody reads is kept whole, long after its place in the batch has gone to others. Hence both bounds.
@@ -56,7 +56,7 @@ class Callers:
     def one(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[Caller]:
         """A call, for as long as it is open. Overloaded when there are too many."""
         if len(self._open) >= self._most:
-            raise Overloaded(f"too many streams are open ({self._most}), unread ones included", retry_after_s=RETRY_S)
+            raise Overloaded(f"too many calls are open ({self._most}), unread streams included", retry_after_s=RETRY_S)
         task = asyncio.current_task()
         assert task is not None
         caller = Caller(context, task)

@@ -206,7 +206,7 @@ class RouterConfig(AuthConfig, DiscoveryConfig, CacheConfig):
 
     @property
     def max_streams(self) -> int:
-        """Most open calls of Generate: those with a place in batch or queue, and as many that are being opened or not read."""
+        """Most open calls with prompts: those with a place in batch or queue, and as many that are being opened or not read."""
         return 2 * (self.max_batch + self.max_waiting)
 
     @property

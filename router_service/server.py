@@ -174,7 +174,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:
         """See router.proto."""
         self._auth.tenant(context)
-        return router_pb2.TokenizeResponse(ids=await self._reader.prompt_ids(request))
+        with self._callers.one(context):
+            return router_pb2.TokenizeResponse(ids=await self._reader.prompt_ids(request))
 
     @aio_handler
     async def Describe(self, request: router_pb2.DescribeRequest, context: Context) -> router_pb2.DescribeResponse:
