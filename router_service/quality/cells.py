@@ -37,10 +37,10 @@ class Interval(NamedTuple):
     high: float
 
     def percent(self, digits: int = 2, *, signed: bool = True) -> str:
-        """Like "+1.57 [+1.02, +2.11]"."""
+        """Like "+1.57 [+1.02, +2.11]"; the figure alone where it has no interval."""
         sign = "+" if signed else ""
         value, low, high = (f"{100 * part:{sign}.{digits}f}" for part in self)
-        return f"{value} [{low}, {high}]"
+        return value if math.isnan(self.low) else f"{value} [{low}, {high}]"
 
 
 @dataclass

@@ -80,4 +80,5 @@ def test_nothing_beside_nothing_is_no_difference() -> None:
 
 def test_an_interval_is_written_in_per_cent() -> None:
     assert cells.Interval(0.0157, 0.01, 0.021).percent() == "+1.57 [+1.00, +2.10]"
+    assert cells.Interval(0.0157, math.nan, math.nan).percent() == "+1.57"
     assert cells.Interval(0.00183, 0.0017, 0.002).percent(3, signed=False) == "0.183 [0.170, 0.200]"
