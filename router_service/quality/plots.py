@@ -97,7 +97,7 @@ def picture(found: Sequence[Measured], spec: ModelSpec, context: int, path: Path
     for axes in (perplexity, divergence):
         axes.set_xlabel(f"bits per element at {context} tokens, everything counted")
         axes.grid(visible=True, which="both", alpha=0.3)
-        axes.margins(x=0.16)
+        axes.margins(x=0.16, y=0.12)
     figure.suptitle(f"{spec.name}, predictions that see {context // 2} to {context} tokens, 95 % intervals")
     figure.savefig(path, dpi=150)
 
