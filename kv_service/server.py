@@ -43,6 +43,8 @@ MAX_KEYS = 16_384
 """Most keys in a LookUp or Get: two million tokens at 128 a block."""
 MAX_RECORDS = 4_096
 """Most records in an AppendSession."""
+EPOCH_BITS = 20
+"""Epochs of new sessions begin with the second in which the process did, so that they rise over restarts that forget sessions."""
 THREADS = 16 + SHARERS
 TRANSFERS = 12
 """Put and Get streams at a time; the other threads stay free for health, look-ups and Describe."""
@@ -68,7 +70,8 @@ class KvServicer(pb_grpc.KvServiceServicer):
                 if alone:
                     opened.callback(crashes.look_ahead(folder))
             disk = Disk(folder, config.limits.disk) if folder is not None else None
-            self.sessions = SessionLogs(config.session_mb << 20, config.session_idle_s, folder)
+            epoch = int(time.time()) << EPOCH_BITS if alone else 0
+            self.sessions = SessionLogs(config.session_mb << 20, config.session_idle_s, folder, epoch=epoch)
             opened.callback(self.sessions.close)
             self.vault = Vault(config.limits, disk)
             opened.callback(self.vault.close)

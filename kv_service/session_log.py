@@ -65,13 +65,21 @@ class SessionCounters:
 
 
 class SessionLogs:
-    """`folder` None: in memory only. `budget_bytes`: of all logs. `idle_s`: a session not used for so long is dropped."""
+    """`folder` None: in memory only. `budget_bytes`: of all logs. `idle_s`: a session not used for so long is dropped.
+    `epoch`: none that was given before, by a process before this one for a session that is gone, is above it. A router that had
+    a session which is gone, and begun anew by another, would else hold that one's epoch."""
 
     def __init__(
-        self, budget_bytes: int, idle_s: float, folder: Path | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        budget_bytes: int,
+        idle_s: float,
+        folder: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        epoch: int = 0,
     ) -> None:
         self.counters = SessionCounters()
         self.bytes = self.damaged = 0
+        self._epoch = epoch  # the highest of a session that is gone
         self._coming = 0  # bytes for which the running call has made room
         self._budget, self._idle_s, self._clock = budget_bytes, idle_s, clock
         self._logs: OrderedDict[bytes, _Log] = OrderedDict()  # least recently used first
@@ -123,10 +131,11 @@ class SessionLogs:
         """Raises the session's epoch. False: there is no room, and it is as before."""
         self._coming = 0
         known = self._logs.get(name)
-        row = claim_row(known.session.epoch + 1 if known else 1)
+        epoch = 1 + (known.session.epoch if known else self._epoch)
+        row = claim_row(epoch)
         if not self._make_room(cost_of(row) if known else SESSION_BYTES, {name}):
             return False
-        self._use(name).session.epoch += 1
+        self._use(name).session.epoch = epoch
         return self._write({name: [row]})
 
     def _take(self, name: bytes, record: pb.SessionRecord, rows: dict[bytes, list[bytes]]) -> Verdict:
@@ -184,6 +193,7 @@ class SessionLogs:
         except lmdb.Error as error:
             _log.error("a session cannot be dropped: %s", error)
             return False
+        self._epoch = max(self._epoch, log.session.epoch)
         self.bytes -= log.counted
         self.counters.sessions_dropped += 1
         del self._logs[name]

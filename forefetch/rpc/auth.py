@@ -74,7 +74,7 @@ class Reloaded:
     def __init__(self, path: str, read: Callable[[str], Any], flag: str) -> None:
         """Raises ConfigError naming `flag` if the file cannot be read or `read` says so."""
         self._path, self._read, self._flag = Path(path), read, flag
-        self._lock = threading.Lock()
+        self._lock, self._said = threading.Lock(), ""
         self._stamp = self._look()
         self._value = self._parse()
 
@@ -86,8 +86,11 @@ class Reloaded:
                 if stamp != self._stamp:
                     self._stamp = stamp
                     self._value = self._parse()
+                self._said = ""
             except ConfigError as error:
-                _log.error("%s; what was read before stays in force", error)
+                if str(error) != self._said:  # once, and not for every call
+                    _log.error("%s; what was read before stays in force", error)
+                self._said = str(error)
             return self._value
 
     def _look(self) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from kv_calls import running
 
-from forefetch.errors import Overloaded
+from forefetch.errors import NotFound, Overloaded
 from forefetch.v1 import kv_pb2 as pb
 from kv_service.client import SessionRecord
 from kv_service.session_log import SessionLogs
@@ -103,6 +103,21 @@ def test_a_claim_without_room_leaves_the_session_as_it_was() -> None:
     with pytest.raises(Overloaded):
         logs.get(bytes(16), "s", claim=True)
     assert logs.get(bytes(16), "s", claim=False).state == bytes(900)
+
+
+def test_a_session_begun_anew_has_an_epoch_that_nobody_holds() -> None:
+    logs = SessionLogs(4800, 100.0)
+    lost = logs.get(bytes(16), "s", claim=True).epoch
+    logs.append(bytes(16), [record("s", token_ids=[1] * 100)])
+    assert {logs.append(bytes(16), [record(name, state=bytes(900))])[0][0].name for name in "abc"} == {"APPENDED"}
+    with pytest.raises(NotFound):
+        logs.get(bytes(16), "s", claim=False)  # dropped: there was no room
+    anew = logs.get(bytes(16), "s", claim=True).epoch
+    mine = pb.SessionRecord(session_id="s", epoch=anew, token_ids=[2] * 100)
+    assert logs.append(bytes(16), [mine])[0][0].name == "APPENDED"
+    stale = pb.SessionRecord(session_id="s", epoch=lost, position=100, token_ids=[1])
+    assert logs.append(bytes(16), [stale])[0][0].name == "STALE_EPOCH"
+    assert SessionLogs(4800, 100.0, epoch=1 << 50).get(bytes(16), "s", claim=True).epoch > anew
 
 
 def test_sessions_in_memory_take_what_they_are_counted_for() -> None:
