@@ -44,7 +44,7 @@ MAX_KEYS = 16_384
 MAX_RECORDS = 4_096
 """Most records in an AppendSession."""
 EPOCH_BITS = 20
-"""Epochs of new sessions begin with the second in which the process did, so that they rise over restarts that forget sessions."""
+"""Epochs of new sessions begin with the second of the process's start: they rise over restarts that forget sessions."""
 THREADS = 16 + SHARERS
 TRANSFERS = 12
 """Put and Get streams at a time; the other threads stay free for health, look-ups and Describe."""
