@@ -45,9 +45,9 @@ class Lane:
         self.copies = compiled_copies(pool, host)
         if self.copies is not None:
             from forefetch.kernels.compiled.locks import compiling
-            from forefetch.kernels.compiled.unpack import fill
+            from forefetch.kernels.compiled.unpack import fill_call
 
-            self._fill = cast("Callable[[Copies, int, int], None]", fill)
+            self._fill = cast("Callable[[Copies, int, int], None]", fill_call)
             with compiling():
                 self._fill(self.copies, 0, 0)
         self.start: StartCopy = self._start if self._stream is None else self._launch

@@ -99,8 +99,8 @@ class CompiledTrunk:
                 self._still()
             if self._local is None or observed:
                 table = self.weights.tables[trunk.spec.moe_layers[0]]
-                layer.attended(self.model, table, rows, self.buffers, self.board)
-                layer.gate(self.model, table, self.buffers, 0, self.board)
+                layer.attended_call(self.model, table, rows, self.buffers, self.board)
+                layer.gate_call(self.model, table, self.buffers, 0, self.board)
             self.head(nobody)
 
     @torch.inference_mode()
@@ -214,14 +214,14 @@ class Front:
         compiled, count = self._compiled, len(x)
         buffers = compiled.buffers
         buffers.x[:count] = x.numpy()
-        layer.attended(compiled.model, compiled.weights.tables[index], self.rows, buffers, compiled.board)
+        layer.attended_call(compiled.model, compiled.weights.tables[index], self.rows, buffers, compiled.board)
         return torch.from_numpy(buffers.x[:count]), torch.from_numpy(buffers.normed[:count])
 
     def chosen(self, index: int) -> tuple[Tensor, Tensor]:
         """Choice ids, weights [T, K] of what `attended` left. Valid until the next layer."""
         compiled, count = self._compiled, len(self.rows.slots)
         buffers = compiled.buffers
-        layer.gate(compiled.model, compiled.weights.tables[index], buffers, count, compiled.board)
+        layer.gate_call(compiled.model, compiled.weights.tables[index], buffers, count, compiled.board)
         return torch.from_numpy(buffers.ids[:count]), torch.from_numpy(buffers.weights[:count])
 
     def logits(self, x: Tensor | None = None) -> Tensor:

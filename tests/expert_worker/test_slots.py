@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from functools import cache
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -173,12 +176,19 @@ def test_no_slot_at_all_is_said() -> None:
         Slots(0, [3])
 
 
+@cache
+def _compiled_rules() -> SimpleNamespace:
+    from forefetch.kernels.compiled import slots as rules
+    from forefetch.kernels.compiled.toolchain import entry
+
+    return SimpleNamespace(**{name: entry(getattr(rules, name)) for name in ("used", "calls_until", "place", "drop")})
+
+
 @pytest.mark.skipif(not compiled.available(), reason="Numba is not installed")
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 15), st.integers(0, 3), st.lists(st.tuples(operation, st.floats(0, 20)), max_size=80))
 def test_compiled_rules_are_the_same(capacity: int, floor: int, operations: list[tuple[tuple[str, int], float]]) -> None:
-    from forefetch.kernels.compiled import slots as rules
-
+    rules = _compiled_rules()
     ours, theirs = Slots(capacity, [5, 4, 6], floor), Slots(capacity, [5, 4, 6], floor)
     table = theirs.table
     for (what, expert), unless in operations:

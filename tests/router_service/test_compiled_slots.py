@@ -31,7 +31,12 @@ from router_service.workers import Workers
 pytestmark = pytest.mark.skipif(not compiled.available(), reason="Numba is not installed")
 if compiled.available():
     from forefetch.kernels.compiled import ahead, between, copier, step, visit
+    from forefetch.kernels.compiled.toolchain import entry
     from router_service.compiled import CompiledTrunk, Local
+
+    begin, finish, pending = entry(copier.begin), entry(copier.finish), entry(copier.pending)
+    help_expecting, help_naming = entry(between.help_expecting), entry(ahead.help_naming)
+    exchange, sort = entry(between.exchange), entry(between.sort)
 
 PROMPTS = (3, 17, 8, 9, 23)
 TOKENS = 8
@@ -96,7 +101,7 @@ class SlotRig(Rig):
         with self.residency.still():
             jobs, table = self.compiled._moving.jobs, self.residency.slots.table  # type: ignore[union-attr]
             assert not jobs.word.any()
-            assert copier.pending(jobs) == 0
+            assert pending(jobs) == 0
             assert not table.pins.any()
             assert np.array_equal(table.ready, table.expert_in >= 0)
             for number, slot in enumerate(table.slot_of):
@@ -123,14 +128,14 @@ def _slow(board: np.ndarray, number: int, model: Any, buffers: Any, experts: Any
     """A helper that only names and copies, and takes its time."""
     draw, jobs = random.Random(number), moving.jobs
     while not OVER.is_set():
-        ahead.help_naming(model, heads, moving, experts, buffers.order)
-        between.help_expecting(board, model, seen, moving, experts, buffers.order)
+        help_naming(model, heads, moving, experts, buffers.order)
+        help_expecting(board, model, seen, moving, experts, buffers.order)
         for at in range(len(jobs.word)):
             if jobs.word[at] == copier.QUEUED:
                 time.sleep(draw.random() * 0.0005)
-                if copier.begin(jobs, at):
+                if begin(jobs, at):
                     time.sleep(draw.random() * 0.002)
-                    copier.finish(jobs, moving.copies, at)
+                    finish(jobs, moving.copies, at)
         time.sleep(0.0001)
 
 
@@ -183,12 +188,12 @@ def test_foresight_brings_what_is_worth_most_in_place_of_what_is_worth_least(
     table, worth, usual, exchanged = moving.table, seen.worth, moving.table.gap.copy(), 0
     assert rig.whole.lend()
     worth[:] = np.random.default_rng(3).random(len(worth)) * (1 + between.USUAL)
-    between.sort(worth, seen.order)
+    sort(worth, seen.order)
     seen.task[[between.LIKELY, between.UNLIKELY]] = len(worth), 0
     table.gap[:] = 0.0
     while True:
         before = table.slot_of.copy()
-        if not between.exchange(seen, moving):
+        if not exchange(seen, moving):
             break
         (comes,), (goes,) = (
             np.flatnonzero((before < 0) & (table.slot_of >= 0)),
@@ -226,10 +231,9 @@ def test_foresight_is_counted_for_what_it_named(folder: Path, monkeypatch: pytes
 def test_counts_are_true(copying: str, folder: Path) -> None:
     rig = SlotRig(folder, "50%")
     rig.answers()
-    for _ in range(0 if "never" in copying else 100):
-        if rig.named:
-            break
-        rig.answers()  # a helper that had no core comes too late
+    deadline = time.monotonic() + (0.0 if "never" in copying else 100.0)
+    while not rig.named and time.monotonic() < deadline:
+        rig.answers()  # a helper that had no core, or still compiles, comes too late
     assert rig.named == ("never" not in copying), "who never comes names nothing"
     totals = dict(zip(HINT_COUNTS, rig.ring.layer_totals().sum(axis=0).tolist(), strict=False))
     verified = rig.core.verified

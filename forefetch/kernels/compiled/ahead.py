@@ -22,7 +22,7 @@ from forefetch.kernels.compiled.copier import DONE, EACH_NS, FREE, QUEUED, TAKEN
 from forefetch.kernels.compiled.crew import YIELD_NS, wake
 from forefetch.kernels.compiled.layer import NOTHING
 from forefetch.kernels.compiled.linear import product_alone
-from forefetch.kernels.compiled.maths import exp, rms_norm
+from forefetch.kernels.compiled.maths import assign, exp, rms_norm
 from forefetch.kernels.compiled.simd import address_of, clock_ns
 from forefetch.kernels.compiled.slots import NOWHERE, calls_until, place
 from forefetch.kernels.compiled.toolchain import compiled
@@ -121,7 +121,8 @@ def rank(model, heads, order, layer, rows):
     normed, width = heads.normed[:rows], table[WIDTH]
     product_alone(normed, table[SECOND], table[SECOND_KIND], heads.both, order, experts + width, table[OFFSET])
     if not width:
-        heads.logits[:rows, :experts] = heads.both[:rows, :experts]
+        for row in range(rows):
+            assign(heads.logits[row, :experts], heads.both[row, :experts])
         return
     seen = heads.seen[: rows * width].reshape(rows, width)
     for row in range(rows):

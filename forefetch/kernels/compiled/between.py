@@ -28,11 +28,11 @@ from forefetch.kernels.compiled.atomics import add, get, put
 from forefetch.kernels.compiled.copier import DONE, FREE, QUEUED, WAITING, give_up, offer, pending, settle, waiting
 from forefetch.kernels.compiled.crew import HELPERS, wake
 from forefetch.kernels.compiled.linear import product_alone
-from forefetch.kernels.compiled.maths import rms_norm
+from forefetch.kernels.compiled.maths import assign, rms_norm
 from forefetch.kernels.compiled.simd import address_of, floats_at
 from forefetch.kernels.compiled.slots import FREE as EMPTY
 from forefetch.kernels.compiled.slots import NOWHERE, evict, gap_of, place, seat, usually
-from forefetch.kernels.compiled.toolchain import compiled
+from forefetch.kernels.compiled.toolchain import compiled, entry
 
 WORD, ROWS, STOP, RANKED, LIKELY, UNLIKELY = range(6)
 """Of Seen.task: its state, as a copy's; rows; 1: no more; whether the order is known; how far its two ends have been used."""
@@ -67,13 +67,15 @@ class Seen(NamedTuple):
 # ---- the engine's thread ----
 
 
+@entry
 @compiled()
 def expect(task, behind, x, count, copies, board):
     """The step that left residuals x [count, H] chose Seen.tokens: has a helper name what the next one will need.
 
     Few arguments, since each array takes its time to be handed over. task, behind: Seen's; copies: the numbers of Jobs.
     """
-    behind[:count] = x[:count]
+    for row in range(count):
+        assign(behind[row], x[row])
     task[ROWS], task[STOP], task[RANKED] = count, 0, 0
     put(address_of(task), QUEUED)
     add(address_of(copies) + 8 * WAITING, 1)
@@ -89,6 +91,7 @@ def collect(seen, moving):
     give_up(moving.jobs, moving.copies, moving.table, True)
 
 
+@entry
 @compiled()
 def abandon(seen, moving):
     """What comes is another kind of step, or none: nothing is under way, nothing is named."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from forefetch.kernels.compiled.experts import evaluate
-from forefetch.kernels.compiled.toolchain import compiled
+from forefetch.kernels.compiled.toolchain import compiled, entry
 
 NONSENSE = -1
 """Some pair names a row or an expert that is not here, or has a weight that is not finite. Nothing was done."""
@@ -28,6 +28,7 @@ def _slots_of(row, expert, weight, number, rows, which):
     return True
 
 
+@entry
 @compiled()
 def answer(x, row, expert, weight, number, load, pool, strides, kind, width, threads, out):
     """Fills out [N, H] from x [N, H], both float32; returns how many experts were needed, or NONSENSE.

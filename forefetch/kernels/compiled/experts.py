@@ -14,7 +14,7 @@ from numba import prange
 from forefetch.kernels.compiled.linear import BFLOAT16, matrix_times
 from forefetch.kernels.compiled.maths import silu_times
 from forefetch.kernels.compiled.simd import address_of
-from forefetch.kernels.compiled.toolchain import compiled, worth_splitting
+from forefetch.kernels.compiled.toolchain import compiled, entry, worth_splitting
 
 
 @compiled()
@@ -45,18 +45,26 @@ def evaluate(x, rows, first, groups, slots, pool, strides, kind, hidden, active,
     """result [P, H] of the pairs first[g] .. first[g + 1] for g in `groups`, with the experts in the `slots` beside them.
 
     x [N, H] float32; rows [P] int64 of x; pool: address of slot 0; strides: bytes between slots and from w13 to w2; hidden
-    [P, 2I], active [P, I]: scratch; count: 0, 1, 2, ... as long as the largest group.
+    [P, 2I], active [P, I]: scratch; count: 0, 1, 2, ... as long as the largest group. threads: None if there is never more than
+    one; then the loop for several is not compiled.
     """
     bytes_each = strides[1] // 2 * 3
     pairs = 0
     for group in groups:
         pairs += first[group + 1] - first[group]
-    if threads > 1 and worth_splitting(bytes_each * len(groups), 6 * pairs * x.shape[1] * active.shape[1]):
+    if (
+        threads is not None
+        and threads > 1
+        and worth_splitting(bytes_each * len(groups), 6 * pairs * x.shape[1] * active.shape[1])
+    ):
         _split(x, rows, first, groups, slots, pool, strides, kind, hidden, active, result, count)
         return
     for i in range(len(groups)):
         group, at = groups[i], pool + slots[i] * strides[0]
         expert(x, rows, first[group], first[group + 1], at, at + strides[1], kind, hidden, active, result, count)
+
+
+evaluate_call = entry(evaluate)
 
 
 @compiled()
@@ -70,6 +78,9 @@ def combine(result, place, first, weight, out):
             factor, part = weight[pair], result[place[pair]]
             for i in range(len(total)):
                 total[i] += factor * part[i]
+
+
+combine_call = entry(combine)
 
 
 @compiled()

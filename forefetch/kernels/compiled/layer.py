@@ -13,9 +13,9 @@ from numba import carray
 
 from forefetch.kernels.compiled.crew import STEP, finish, join, post, shared, take
 from forefetch.kernels.compiled.linear import FLOAT32, matrix_times, product
-from forefetch.kernels.compiled.maths import exp, rms_norm, softmax
+from forefetch.kernels.compiled.maths import assign, exp, rms_norm, softmax
 from forefetch.kernels.compiled.simd import LANES, address_of, dots, floats_at, longs_at
-from forefetch.kernels.compiled.toolchain import compiled, takes_ns
+from forefetch.kernels.compiled.toolchain import compiled, entry, takes_ns
 
 _dots14, _dots24, _dots11, _dots21 = dots(1, 4), dots(2, 4), dots(1, 1), dots(2, 1)
 
@@ -131,6 +131,9 @@ def attended(model, table, rows, buffers, board):
         rms_norm(x[row], weight, model.eps, normed[row])
 
 
+attended_call = entry(attended)
+
+
 @compiled()
 def added(x, y, factor):
     """x += factor * y, as long as x is."""
@@ -158,8 +161,8 @@ def enter(model, table, qkv, slot, cos, sin):
     for head in range(model.kv_heads):
         at = 4 * dim * (head * model.pages * model.page + slot)
         begin = inner + head * dim
-        carray(floats_at(table[K_POOL] + at), dim)[:] = qkv[begin : begin + dim]
-        carray(floats_at(table[V_POOL] + at), dim)[:] = qkv[begin + kept : begin + kept + dim]
+        assign(carray(floats_at(table[K_POOL] + at), dim), qkv[begin : begin + dim])
+        assign(carray(floats_at(table[V_POOL] + at), dim), qkv[begin + kept : begin + kept + dim])
 
 
 @compiled()
@@ -261,6 +264,9 @@ def gate(model, table, buffers, count, board):
     taken = np.empty(model.experts, np.bool_)
     for row in range(count):
         choose(out[row, : model.experts], taken, model.over_chosen, buffers.ids[row], buffers.weights[row])
+
+
+gate_call = entry(gate)
 
 
 @compiled()

@@ -13,6 +13,7 @@ from numba import carray
 from torch import Tensor
 
 from forefetch.kernels.compiled.crew import ARGUMENTS, finish, join, post, shared, take
+from forefetch.kernels.compiled.maths import assign
 from forefetch.kernels.compiled.simd import LANES, PANEL, ROWS, VECTORS, address_of, blocks, floats_at, longs_at
 from forefetch.kernels.compiled.toolchain import compiled, takes_ns
 
@@ -159,6 +160,6 @@ def panel_of(x, count, order, rows, matrix, kind, out, ldo, outputs, bias, panel
         line = carray(floats_at(to + row * ldo), PANEL)
         line[real:] = 0
         if bias:
-            line[:real] = carray(floats_at(bias + 4 * panel * PANEL), real)
+            assign(line[:real], carray(floats_at(bias + 4 * panel * PANEL), real))
     which = carray(longs_at(order), rows)
     panel_times(x, 4 * count, which, matrix + panel * count * stride, stride, kind, count, to, ldo)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numba
 import torch
+
+from forefetch.kernels.compiled.toolchain import FOLDER
 
 numba.config.THREADING_LAYER = "workqueue"  # idle threads sleep: an OpenMP of its own beside PyTorch's would spin against it
 
@@ -24,11 +24,14 @@ def helpers(spare: int = 1) -> int:
 
 
 @contextmanager
-def threads(spare: int = 1) -> Iterator[int]:
+def threads(spare: int = 1) -> Iterator[int | None]:
     """How many threads a kernel may use: PyTorch's, but `spare` cores are left to who computes, sends and receives meanwhile,
-    since a kernel is as late as the last of its threads. One while another thread computes on several."""
+    since a kernel is as late as the last of its threads. One while another thread computes on several; None: never more than one."""
     wanted = min(torch.get_num_threads(), max(1, numba.config.NUMBA_NUM_THREADS - spare))
-    if wanted == 1 or not _GUARD.acquire(blocking=False):
+    if wanted == 1:
+        yield None
+        return
+    if not _GUARD.acquire(blocking=False):
         yield 1
         return
     try:
@@ -42,11 +45,12 @@ def threads(spare: int = 1) -> Iterator[int]:
 def compiling() -> Iterator[None]:
     """One process at a time: the others find machine code where this one put it. A cluster's first start compiles once.
 
-    Where no file can be made, as in a container without a folder to write to, each compiles for itself.
+    The lock lies beside the code: who keeps theirs elsewhere, or has other sources, does not wait. Where no file can be made, as
+    in a container without a folder to write to, each compiles for itself.
     """
-    path = Path(tempfile.gettempdir()) / f"forefetch-compiling-{os.getuid()}"
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        file = os.open(FOLDER / "compiling", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError:
         yield
         return

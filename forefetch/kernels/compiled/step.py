@@ -16,7 +16,7 @@ from forefetch.kernels.compiled.layer import GATE, NOTHING, SHARED, W2, W13, WID
 from forefetch.kernels.compiled.linear import PRODUCT, product, product_panel
 from forefetch.kernels.compiled.maths import exp, rms_norm, silu_times
 from forefetch.kernels.compiled.simd import address_of, clock_ns, floats_at
-from forefetch.kernels.compiled.toolchain import compiled, takes_ns
+from forefetch.kernels.compiled.toolchain import compiled, entry, takes_ns
 from forefetch.kernels.compiled.visit import (
     NAMED,
     STALL_NS,
@@ -62,6 +62,7 @@ class Experts(NamedTuple):
     result: Any  # [P, H]
 
 
+@entry
 @compiled()
 def layers(model, tables, rows, buffers, experts, mlp, load, times, moving, heads, seen, naming, board):
     """Takes buffers.x [T, H] through all layers. tables [L, COLUMNS]; load [L, E] is counted up, times [L, TIMES] filled.
@@ -164,6 +165,7 @@ def one_expert(buffers, experts, moving, item, who):
     return waited
 
 
+@entry
 @compiled()
 def assist(board, number, model, buffers, experts, moving, heads, seen):
     """What a helper does until the crew is dismissed. experts, moving: None where experts are not in this process."""
@@ -223,6 +225,7 @@ def share(buffers, table, mlp, count, board):
         added(buffers.product[row, :hidden], mlp.out[row], open_by)
 
 
+@entry
 @compiled()
 def head(x, which, norm, matrix, eps, normed, order, logits, vocabulary, board):
     """logits [S, V], in whole panels = final norm (an address) of rows `which` [S] of x, times the packed head."""

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import numba
 from numba import njit
 
+from forefetch.kernels.compiled.parts import Whole
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 SPLIT_NS = 60_000
@@ -29,11 +31,12 @@ def _folder() -> Path:
     return Path(base) / f"kernels-{digest[:16]}"
 
 
-numba.config.CACHE_DIR = str(_folder())
+FOLDER = _folder()
+numba.config.CACHE_DIR = str(FOLDER)
 
 
 def compiled(**options: Any) -> Callable[[F], F]:
-    """Numba's njit without the GIL, Python's zero division and, where a folder can be written, without compiling twice.
+    """A part, for compiled functions to call: Numba's njit without the GIL and with numpy's division by zero. See `parts`.
 
     Multiplications and additions may be fused. `reassociate`: sums may be formed in any (but always the same) order.
     """
@@ -41,13 +44,26 @@ def compiled(**options: Any) -> Callable[[F], F]:
     fixed = {"nogil": True, "error_model": "numpy", "fastmath": flags, **options}
 
     def decorate(function: F) -> F:
-        try:
-            made: F = njit(cache=True, **fixed)(function)
-        except RuntimeError:  # no folder to keep machine code in
-            made = njit(**fixed)(function)
+        made: F = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **fixed)(function)
         return made
 
     return decorate
+
+
+def entry(part: F) -> F:
+    """A part for Python to call: with all that it calls one module of machine code, which is kept where a folder can be written.
+
+    Compiled code calls the part itself, never this.
+    """
+    numba_part: Any = part
+    options = {name: numba_part.targetoptions[name] for name in ("nogil", "error_model", "fastmath")}
+    how = {**options, "no_cfunc_wrapper": True, "pipeline_class": Whole}
+    function = numba_part.py_func
+    try:
+        made: F = njit(cache=True, **how)(function)
+    except RuntimeError:  # no folder to keep machine code in
+        made = njit(**how)(function)
+    return made
 
 
 @compiled()

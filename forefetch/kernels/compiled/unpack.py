@@ -8,8 +8,9 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
+from forefetch.kernels.compiled.maths import assign
 from forefetch.kernels.compiled.simd import copy_lines, floats_at, intrinsic
-from forefetch.kernels.compiled.toolchain import compiled
+from forefetch.kernels.compiled.toolchain import compiled, entry
 
 SAME, HALF, INT8, INT4 = range(4)
 """The same bytes; float16 into float32; codes with scales into float32."""
@@ -82,7 +83,7 @@ def fill_at(copies, number, to):
     if copies.kind == SAME:
         lines, words = copies.stride // 64, copies.stride // 4
         copy_lines(source, to, lines)
-        _copy(carray(floats_at(source), words)[16 * lines :], carray(floats_at(to), words)[16 * lines :])
+        assign(carray(floats_at(to), words)[16 * lines :], carray(floats_at(source), words)[16 * lines :])
         return
     if copies.kind == HALF:
         halves, out = carray(_halves_at(source), elements), carray(floats_at(to), elements)
@@ -102,9 +103,7 @@ def fill_at(copies, number, to):
         _int8(codes2, scales2, width, hidden, copies.group2, to + 4 * first)
 
 
-@compiled()
-def _copy(source, to):
-    to[:] = source
+fill_call = entry(fill)
 
 
 @compiled(fastmath=False)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from forefetch.kernels.compiled.copier import BYTES, EACH_NS, SPENT_NS, claim, copied, ended, give_up, settle
 from forefetch.kernels.compiled.simd import address_of, clock_ns
 from forefetch.kernels.compiled.slots import NOWHERE, WASTED, distance, place, used
-from forefetch.kernels.compiled.toolchain import compiled
+from forefetch.kernels.compiled.toolchain import compiled, entry
 from forefetch.kernels.compiled.unpack import SAME, fill, fill_at
 
 HITS, LATE, MISSES, RESIDENT, GONE, COPIED, COPY_NS, STALL_NS, NAMED, FOUND = range(10)
@@ -45,6 +45,7 @@ def close_call(moving, counts):
     counts[GONE], counts[COPIED], counts[COPY_NS] = moving.table.numbers[WASTED], jobs[BYTES], jobs[SPENT_NS]
 
 
+@entry
 @compiled()
 def account(counts, ends, before, out):
     """out [L, 4:8] = what each layer's call wasted and copied, the time of that, and of waiting for it.

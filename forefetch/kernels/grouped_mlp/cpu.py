@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forefetch.kernels.compiled.calls import NONSENSE, answer
-from forefetch.kernels.compiled.experts import combine, evaluate
+from forefetch.kernels.compiled.experts import combine_call, evaluate_call
 from forefetch.kernels.compiled.linear import BFLOAT16, FLOAT32
 from forefetch.kernels.compiled.locks import compiling, threads
 from forefetch.kernels.grouped_mlp.grouped import Pairs, SlotWeights
@@ -60,13 +60,13 @@ class CompiledEvaluation:
         which = np.array(groups, dtype=np.int64), np.array(slots, dtype=np.int64)
         buffers = self._hidden, self._active, self._result, self._count
         with threads() as count:
-            evaluate(self._x, self._rows, self._first, *which, pool, self._strides, kind, *buffers, count)
+            evaluate_call(self._x, self._rows, self._first, *which, pool, self._strides, kind, *buffers, count)
 
     def combine(self, out: Tensor) -> None:
         """out [N, H] = each row's weighted sum over its pairs, in a fixed order; rows without pairs become zero."""
         pairs = self._pairs
         sums = out if out.dtype == torch.float32 and out.is_cpu and out.is_contiguous() else torch.empty(out.shape)
-        combine(self._result, pairs.place.numpy(), pairs.first.numpy(), pairs.weight.numpy(), sums.numpy())
+        combine_call(self._result, pairs.place.numpy(), pairs.first.numpy(), pairs.weight.numpy(), sums.numpy())
         if sums is not out:
             out.copy_(sums)
 

@@ -18,8 +18,15 @@ if compiled.available():
     from forefetch.kernels.compiled.atomics import get
     from forefetch.kernels.compiled.copier import PLACES
     from forefetch.kernels.compiled.toolchain import compiled as decorated
-    from forefetch.kernels.compiled.unpack import HALF, INT4, INT8, SAME, Copies, fill, widened
+    from forefetch.kernels.compiled.toolchain import entry
+    from forefetch.kernels.compiled.unpack import HALF, INT4, INT8, SAME, Copies
+    from forefetch.kernels.compiled.unpack import fill_call as fill
+    from forefetch.kernels.compiled.unpack import widened as widened_part
 
+    claim, coming, ended, give_up = map(entry, (copier.claim, copier.coming, copier.ended, copier.give_up))
+    offer, pending, settle, widened = map(entry, (copier.offer, copier.pending, copier.settle, widened_part))
+
+    @entry
     @decorated()
     def helping(jobs, copies, over):  # type: ignore[no-untyped-def]
         """A helper that does nothing else."""
@@ -84,27 +91,27 @@ def test_two_threads_do_every_job_once() -> None:
     for _ in range(400):
         posted = []
         for expert in draw.permutation(experts)[: draw.integers(1, 20)].tolist():
-            if slots.slot_of[expert] < 0 and copier.pending(jobs) < PLACES and slots.place(expert) >= 0:
-                copier.offer(jobs, expert, slots.slot_of[expert])
+            if slots.slot_of[expert] < 0 and pending(jobs) < PLACES and slots.place(expert) >= 0:
+                offer(jobs, expert, slots.slot_of[expert])
                 posted.append(expert)
         for expert in posted[: draw.integers(0, 4)]:
-            if copier.coming(table, expert):
-                at = copier.claim(jobs, expert)  # as who takes an item does: it brings in what nobody began, or waits
+            if coming(table, expert):
+                at = claim(jobs, expert)  # as who takes an item does: it brings in what nobody began, or waits
                 if at < 0:
                     fill(copies, expert, slots.slot_of[expert])
                     slots.filled(expert)
                 else:
-                    copier.ended(jobs, at)
-                    copier.settle(jobs, copies, table)
+                    ended(jobs, at)
+                    settle(jobs, copies, table)
             assert slots.is_ready(expert)
         if draw.random() < 0.5:
-            copier.give_up(jobs, copies, table, False)
-            assert copier.pending(jobs) == 0
-        copier.settle(jobs, copies, table)
+            give_up(jobs, copies, table, False)
+            assert pending(jobs) == 0
+        settle(jobs, copies, table)
         done += len(posted)
         for expert, slot in enumerate(slots.slot_of):
             assert slot < 0 or not slots.is_ready(expert) or (pool[slot].view(torch.int32) == expert).all()
-    copier.give_up(jobs, copies, table, False)
+    give_up(jobs, copies, table, False)
     assert done > 5 * PLACES
     assert not jobs.word.any()
     assert jobs.numbers[copier.BYTES] <= done * blobs.shape[1]
