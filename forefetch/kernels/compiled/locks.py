@@ -26,7 +26,8 @@ def helpers(spare: int = 1) -> int:
 @contextmanager
 def threads(spare: int = 1) -> Iterator[int | None]:
     """How many threads a kernel may use: PyTorch's, but `spare` cores are left to who computes, sends and receives meanwhile,
-    since a kernel is as late as the last of its threads. One while another thread computes on several; None: never more than one."""
+    since a kernel is as late as the last of its threads. One while another thread computes on several; None if there are never more.
+    """
     wanted = min(torch.get_num_threads(), max(1, numba.config.NUMBA_NUM_THREADS - spare))
     if wanted == 1:
         yield None
@@ -45,8 +46,8 @@ def threads(spare: int = 1) -> Iterator[int | None]:
 def compiling() -> Iterator[None]:
     """One process at a time: the others find machine code where this one put it. A cluster's first start compiles once.
 
-    The lock lies beside the code: who keeps theirs elsewhere, or has other sources, does not wait. Where no file can be made, as
-    in a container without a folder to write to, each compiles for itself.
+    The lock lies beside the code: who keeps theirs elsewhere, or has other sources, does not wait. Where no file can be made,
+    as in a container without a folder to write to, each compiles for itself.
     """
     try:
         FOLDER.mkdir(parents=True, exist_ok=True)

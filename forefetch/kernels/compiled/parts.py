@@ -1,8 +1,8 @@
 """How Numba compiles this package: what Python calls becomes one module with all that it calls, optimised once.
 
-Left to itself, Numba optimises each function together with everything that it calls, makes machine code of it, and a wrapper with
-which Python could call it. So a function that lies n calls deep is compiled n times and more, and the wrappers take apart
-arguments that no one hands over: of a first start two thirds.
+Left to itself, Numba optimises each function together with everything that it calls, makes machine code of that, and a wrapper
+with which Python could call it. So a function that lies n calls deep is compiled n times and more, and the wrappers take apart
+arguments that nobody will hand over.
 """
 
 from __future__ import annotations

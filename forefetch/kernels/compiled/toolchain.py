@@ -51,7 +51,7 @@ def compiled(**options: Any) -> Callable[[F], F]:
 
 
 def entry(part: F) -> F:
-    """A part for Python to call: with all that it calls one module of machine code, which is kept where a folder can be written.
+    """A part for Python to call: with all that it calls one module of machine code, kept where a folder can be written.
 
     Compiled code calls the part itself, never this.
     """
