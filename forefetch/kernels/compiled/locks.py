@@ -26,7 +26,7 @@ def helpers(spare: int = 1) -> int:
 @contextmanager
 def threads(spare: int = 1) -> Iterator[int | None]:
     """How many threads a kernel may use: PyTorch's, but `spare` cores are left to who computes, sends and receives meanwhile,
-    since a kernel is as late as the last of its threads. One while another thread computes on several; None if there are never more.
+    since a kernel is as late as the last of its threads. One while another thread computes on several; None if there never are.
     """
     wanted = min(torch.get_num_threads(), max(1, numba.config.NUMBA_NUM_THREADS - spare))
     if wanted == 1:

@@ -18,7 +18,7 @@ from numba.core.compiler import Compiler
 _REFUSAL = ctypes.cast(ctypes.pythonapi.PyErr_BadArgument, ctypes.c_void_p).value
 
 
-class Part(JITCodeLibrary):
+class Part(JITCodeLibrary):  # type: ignore[misc]
     """A function's LLVM IR, for the modules of those who call it. Python cannot: TypeError."""
 
     def _optimize_final_module(self) -> None:
