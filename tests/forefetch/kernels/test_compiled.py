@@ -257,3 +257,10 @@ def test_one_compiles_while_others_wait(monkeypatch: pytest.MonkeyPatch, tmp_pat
     with compiling():  # nowhere to put a lock
         inside.append("alone")
     assert inside[-1] == "alone"
+
+
+def test_python_cannot_call_what_is_part_of_others() -> None:
+    x = normal(4)
+    exp_of(x, np.empty_like(x))
+    with pytest.raises(TypeError):
+        maths.exp(x[0])
