@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	test -x $(VENV)/checkov/bin/python || $(BIN)/python -m venv $(VENV)/checkov
-	$(VENV)/checkov/bin/python -m pip install --quiet $(CHECKOV)
+	$(VENV)/checkov/bin/python -m pip install --quiet $(CHECKOV) || echo "checkov cannot be had here; its test skips"
 	@touch $(STAMP)
 
 promtool: $(BIN)/promtool ## Prometheus' checker of rules, out of Debian's package, for two tests that skip without it

@@ -188,12 +188,13 @@ class Cluster:
         if number == signal.SIGKILL:
             self.processes[name].wait(STOP_S)
 
-    def restart(self, name: str, timeout_s: float = 60.0) -> None:
-        """Starts a service again on its old port, ending it first if it still runs. Returns when it is ready."""
+    def restart(self, name: str) -> None:
+        """Starts a service again on its old port, ending it first if it still runs. Returns when it is ready, which may take as
+        long as at the start. Raises Unavailable."""
         process = self.processes[name]
         process.end(STOP_S)
         process.spawn()
-        process.wait_ready(timeout_s)
+        process.wait_ready(self.config.start_s)
 
     def check(self) -> Iterator[str]:
         """One look at every service: yields a line for a person about each that died, is being restarted or is back.

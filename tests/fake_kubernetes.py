@@ -38,7 +38,7 @@ class FakeKubernetes:
         self.slices: dict[str, Json] = {}
         self.leases: dict[str, Json] = {}
         self.log: list[tuple[int, str, Json]] = []  # (version, kind, slice)
-        self.lists = self.watches = 0
+        self.lists = self.watches = self.open = 0
         self.frozen = threading.Event()
         self.cuts = self.muted = 0
         self.bookmark_s = 0.2
@@ -111,8 +111,9 @@ class FakeKubernetes:
             self.changed.notify_all()
 
     def mute(self) -> None:
-        """Half-open connections: the watches of this moment stay open, and nothing comes over them any more."""
+        """Half-open connections: the watches of this moment stay open, and nothing comes over them any more. There is one."""
         with self.changed:
+            assert self.changed.wait_for(lambda: self.open, 60)
             self.muted = self.watches
 
     def _stamp(self, thing: Json) -> Json:
@@ -200,6 +201,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._chunk(b"")
             return
         until = time.monotonic() + float(query.get("timeoutSeconds", "60"))
+        with fake.changed:
+            fake.open += 1
+            fake.changed.notify_all()
         try:
             while time.monotonic() < until:
                 if not self._some(query, seen, cuts):
@@ -209,6 +213,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._chunk(b"")
         except OSError:
             self.close_connection = True
+        finally:
+            with fake.changed:
+                fake.open -= 1
 
     def _some(self, query: dict[str, str], seen: int, cuts: int) -> bool:
         """Sends what is new, or a bookmark after a while. False when the watch was cut."""

@@ -1,6 +1,6 @@
 """Starts services within milliseconds: their modules are loaded once, then each service is a fork.
 
-python fork_server.py SOCKET MODULE...
+python fork_server.py SOCKET (MODULE | MODULE.CONSTANT=NUMBER)...
 
 Over the socket (a descriptor's number) come requests: JSON [arguments, environment], and with it four descriptors: the
 service's standard input, output and error, and a pipe that is told its process id and, when it has ended, its status. The fork
@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -78,6 +79,10 @@ def _become(files: list[int], environment: dict[str, str], others: list[int]) ->
 
 def main() -> None:
     for name in sys.argv[2:]:
+        if "=" in name:
+            module, constant, value = re.fullmatch(r"(.*)\.(\w+)=(.*)", name).groups()  # type: ignore[union-attr]
+            setattr(importlib.import_module(module), constant, json.loads(value))
+            continue
         importlib.import_module(name)
         if name.endswith(".__main__"):
             del sys.modules[name]  # a fork runs it

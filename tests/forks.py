@@ -24,10 +24,18 @@ CHILD = ["-P", "-m", "forefetch.child"]
 class ForkServer:
     """`launch` stands in for subprocess.Popen where Process starts a service. The server starts with the first one.
 
-    `modules`: to be loaded beside the services' own. `environment`: what libraries read when they are loaded."""
+    `modules`: to be loaded beside the services' own. `constants`: values of their constants, by module and name.
+    `environment`: what libraries read when they are loaded."""
 
-    def __init__(self, services: Sequence[str], modules: Sequence[str] = (), **environment: str) -> None:
+    def __init__(
+        self,
+        services: Sequence[str],
+        modules: Sequence[str] = (),
+        constants: Mapping[str, float] | None = None,
+        **environment: str,
+    ) -> None:
         self._services, self._modules = services, [*(f"{service}.__main__" for service in services), *modules]
+        self._modules += [f"{name}={value}" for name, value in (constants or {}).items()]
         self._environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", **environment}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -63,7 +71,7 @@ class ForkServer:
         """Ends the server; services end when their standard input does, as ever."""
         if self._process is not None and self._link is not None:
             self._link.close()
-            self._process.wait(10)
+            self._process.wait(60)
 
 
 class Forked:
@@ -119,12 +127,12 @@ class Forks:
 
     def start(self) -> str:
         self._process.spawn()
-        self._process.wait_ready(60)
+        self._process.wait_ready(240)
         return self.address
 
     def kill(self) -> None:
         self._process.signal(signal.SIGKILL)
-        self._process.end(10)
+        self._process.end(60)
         self.kills += 1
 
     def close(self) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from waiting import PATIENCE_S, until
 
 from forefetch.lending import Lent
 from kv_service.client import Buffer, Geometry, Key, Pool, chain, next_key, root_key
@@ -33,13 +32,6 @@ SMALL_BLOCK = 1000
 PAGE, BLOCK = 4, 100_000
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    limit = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.005)
-
-
 class Engine:
     """What the engine does with pages and blocks, without a model: a page's bytes are a function of the tokens in it."""
 
@@ -49,7 +41,7 @@ class Engine:
         *,
         budget_blocks: int = 100,
         pages: int = 64,
-        transfer_s: float = 5.0,
+        transfer_s: float = PATIENCE_S,
         shared: int = 0,
         lend: bool = False,
     ) -> None:
@@ -76,7 +68,7 @@ class Engine:
         )
         (self.lane,) = self.handover.lanes
         put = self.lane._put_pages
-        self.lane._put_pages = lambda *how: put(*how) if self.gate.wait(10) else 0  # type: ignore[method-assign]
+        self.lane._put_pages = lambda *how: put(*how) if self.gate.wait(PATIENCE_S) else 0  # type: ignore[method-assign]
 
     def shares(self) -> bool:
         """Whether blocks go through shared memory."""
@@ -91,7 +83,7 @@ class Engine:
         return status
 
     def read(self, page: int, place: Place = no_place) -> Buffer:
-        self.gate.wait(10)
+        self.gate.wait(PATIENCE_S)
         data = self.memory[page]
         if (into := place(len(data))) is None:
             return data
@@ -187,7 +179,7 @@ class Rig:
     addresses: list[str]
     digest: str
     pages: int = 200
-    timeout_s: float = 5.0
+    timeout_s: float = PATIENCE_S
     recent: int = 0
     memory: dict[int, bytes] = field(default_factory=dict)
     count: int = 0
@@ -218,7 +210,7 @@ class Rig:
     def write(self, page: int, data: bytes) -> None:
         if len(data) != BLOCK:
             raise ValueError("another size")
-        self.writing.wait(10)
+        self.writing.wait(PATIENCE_S)
         self.memory[page] = data
 
     def admit(self, tokens: list[int], tenant: str = "") -> Request:

@@ -7,7 +7,6 @@ that name, for OTLP/HTTP. It does not pass on resources, so `service` and `insta
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from typing import Any
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as messages
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as services
+from waiting import PATIENCE_S, kept_port
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Receiver(ABC):
                 self._spans.extend(self._parse(line))
                 self._changed.notify_all()
 
-    def wait(self, enough: Callable[[list[Received]], Any], timeout_s: float = 20.0) -> list[Received]:
+    def wait(self, enough: Callable[[list[Received]], Any], timeout_s: float = PATIENCE_S) -> list[Received]:
         """All spans so far, as soon as `enough` of them holds. AssertionError with their names when that takes too long."""
         with self._changed:
             held = self._changed.wait_for(lambda: enough(self._spans), timeout_s)
@@ -77,8 +77,8 @@ class Receiver(ABC):
 
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait(10)
-        self._thread.join(10)
+        self._process.wait(60)
+        self._thread.join(60)
         assert self._process.stdout is not None
         self._process.stdout.close()
 
@@ -125,9 +125,9 @@ def _plain(value: Any) -> Any:
 
 class OtelTap(Receiver):
     def __init__(self) -> None:
-        port = free_port()
-        self.endpoint = f"http://127.0.0.1:{port}"
-        super().__init__([sys.executable, "-u", "-m", "oteltap", "--port", str(port)])
+        with kept_port() as port:  # it cannot take port 0
+            self.endpoint = f"http://127.0.0.1:{port}"
+            super().__init__([sys.executable, "-u", "-m", "oteltap", "--port", str(port)])
 
     def _start(self, line: str) -> None:
         assert "Listening" in line
@@ -150,13 +150,6 @@ class OtelTap(Receiver):
         )
 
 
-def free_port() -> int:
-    """A port that was free a moment ago, for programs that cannot take port 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class _TraceService(services.TraceServiceServicer):
     def Export(self, request: messages.ExportTraceServiceRequest, context: grpc.ServicerContext) -> Any:
         print(request.SerializeToString().hex(), flush=True)
@@ -170,7 +163,7 @@ def main() -> None:
     server.start()
     print(port, flush=True)
     while True:
-        time.sleep(60)
+        time.sleep(600)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ ERRORS: dict[str, Exception] = {
 
 
 class Calls:
-    """What both servicers do, by the request's text: raise an error, fail twice, say the time left, echo."""
+    """What both servicers do, by the request's text: raise an error, fail twice, say the time left, echo. Streams can sleep,
+    until they are given up at most; a synchronous one can be stuck whatever happens."""
 
     def __init__(self) -> None:
         self.count = self.streams = 0
@@ -68,8 +69,12 @@ class SyncCalls(Calls, pb_grpc.RouterServiceServicer):
         self.streams += 1
         try:
             yield pb.GenerateResponse(token=pb.TokenEvent(index=0))
-            if request.text.startswith("sleep "):
+            if request.text.startswith("stuck "):
                 time.sleep(float(request.text[6:]))
+            elif request.text.startswith("sleep "):
+                end = time.monotonic() + float(request.text[6:])
+                while time.monotonic() < end and context.is_active():
+                    time.sleep(0.01)
             else:
                 self.answer(request.text, context)
             yield pb.GenerateResponse(finish=pb.FinishEvent())

@@ -16,6 +16,8 @@ from forefetch.settings import ServiceConfig
 from forefetch.v1 import router_pb2 as pb
 from forefetch.v1 import router_pb2_grpc as pb_grpc
 
+DEADLINE_S = 60
+
 
 @dataclass
 class Running:
@@ -38,10 +40,10 @@ class Stub:
         self.close = self.channel.close
 
     def ids(self, text: str, **how: Any) -> list[int]:
-        return list(self.router.Tokenize(pb.TokenizeRequest(text=text), timeout=10, **how).ids)
+        return list(self.router.Tokenize(pb.TokenizeRequest(text=text), timeout=DEADLINE_S, **how).ids)
 
     def tokens(self, text: str) -> int:
-        return sum(1 for _ in self.router.Generate(pb.GenerateRequest(text=text), timeout=20))
+        return sum(1 for _ in self.router.Generate(pb.GenerateRequest(text=text), timeout=DEADLINE_S))
 
 
 @contextlib.contextmanager
@@ -68,7 +70,7 @@ def serving_aio(config: ServiceConfig | None, registry: Any) -> Iterator[Running
     thread.start()
 
     def run(coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(20)
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(DEADLINE_S)
 
     try:
         server = run(rpc.serve_aio(config or ServiceConfig(), SERVICE, lambda s: add(calls, s), registry=registry))

@@ -19,5 +19,5 @@ COMMENTS = '{"version":"v2","lint":{"use":["COMMENTS"],"except":["COMMENT_ONEOF"
 def test_buf_lint_is_clean(config: list[str]) -> None:
     buf = Path(sys.executable).parent / "buf"
     command = [str(buf), "lint", str(ROOT / "protos"), *config]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

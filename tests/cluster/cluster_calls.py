@@ -12,12 +12,16 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from waiting import PATIENCE_S, until
 
 from forefetch import rpc
 from forefetch.cluster import Cluster
 from forefetch.v1 import router_pb2, router_pb2_grpc
 
 Start = Callable[..., Cluster]
+
+LONG_S = 120.0
+"""Within which a stream of this model ends, whatever else the machine does."""
 
 # Small pages and steps, so that prompts of some dozen tokens span pages and are prefilled in chunks.
 SMALL = ("--page-size=16", "--max-batch=16", "--max-step-tokens=20", "--kv-memory-mb=8")
@@ -57,7 +61,7 @@ class Router:
     def close(self) -> None:
         self.channel.close()
 
-    def generate(self, ids: Sequence[int], n: int, timeout: float = 60.0, **more: Any) -> Answer:
+    def generate(self, ids: Sequence[int], n: int, timeout: float = LONG_S, **more: Any) -> Answer:
         """The whole answer. Checks that indices have no gaps and that nothing follows the finish event."""
         answer = Answer()
         for response in self.stub.Generate(request(ids, n, **more), timeout=timeout):
@@ -74,10 +78,10 @@ class Router:
         return answer
 
     def stats(self) -> router_pb2.GetStatsResponse:
-        return self.stub.GetStats(router_pb2.GetStatsRequest(), timeout=10.0)
+        return self.stub.GetStats(router_pb2.GetStatsRequest(), timeout=PATIENCE_S)
 
     def describe(self) -> router_pb2.DescribeResponse:
-        return self.stub.Describe(router_pb2.DescribeRequest(), timeout=10.0)
+        return self.stub.Describe(router_pb2.DescribeRequest(), timeout=PATIENCE_S)
 
     def lanes_carry(self, prompt: Sequence[int]) -> None:
         """Returns when steps cross over p2p lanes."""
@@ -87,13 +91,13 @@ class Router:
             self.generate(prompt, 2)
             return self.stats().p2p_steps > before
 
-        until(moved, 60.0, every=0.2)
+        until(moved, every=0.2)
 
 
 class Background:
     """A stream read on a thread: `tokens` grow, then `error` or `finish` is set."""
 
-    def __init__(self, router: Router, ids: Sequence[int], n: int, timeout: float = 60.0, **more: Any) -> None:
+    def __init__(self, router: Router, ids: Sequence[int], n: int, timeout: float = LONG_S, **more: Any) -> None:
         self.start(router.stub.Generate(request(ids, n, **more), timeout=timeout))
 
     def start(self, call: Any) -> None:
@@ -117,24 +121,45 @@ class Background:
         except grpc.RpcError as error:
             self.error = error
 
-    def wait_for(self, tokens: int, timeout: float = 30.0) -> None:
+    def wait_for(self, tokens: int) -> None:
         """Returns when that many tokens have come."""
-        until(lambda: len(self.tokens) >= tokens or not self.thread.is_alive(), timeout)
+        until(lambda: len(self.tokens) >= tokens or not self.thread.is_alive())
         assert len(self.tokens) >= tokens, self.error
 
-    def done(self, timeout: float = 60.0) -> Background:
+    def done(self, timeout: float = LONG_S) -> Background:
         """Waits for the end of the stream."""
         self.thread.join(timeout)
         assert not self.thread.is_alive(), "the stream did not end in time"
         return self
 
 
-def until(condition: Callable[[], bool], timeout: float = 10.0, every: float = 0.02) -> None:
-    """Returns when the condition holds; fails after `timeout` seconds."""
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(every)
+TRIES = 20
+"""Streams of this model last a fraction of a second, and a test may get no core for as long; but not every time."""
+
+
+def caught(
+    begin: Callable[[], list[Background]], after: int, strike: Callable[[], Any], undo: Callable[[], Any]
+) -> list[Background]:
+    """Streams that stand still since `strike`, which came when all had `after` tokens and before any had ended. Where one had
+    ended, `undo` lets the others end, and new ones are begun."""
+    for _ in range(TRIES):
+        streams = begin()
+        for stream in streams:
+            stream.wait_for(after)
+        strike()
+        seen: list[int] = []
+
+        def still(streams: list[Background] = streams, seen: list[int] = seen) -> bool:
+            before, seen[:] = list(seen), [len(stream.tokens) for stream in streams]
+            return before == seen
+
+        until(still, every=0.2)
+        if all(stream.finish is None for stream in streams):
+            return streams
+        undo()
+        for stream in streams:
+            stream.done()
+    raise AssertionError("streams always end before anything can happen to them")
 
 
 def details(error: grpc.RpcError) -> Iterator[Any]:

@@ -16,8 +16,8 @@ from forefetch import rpc
 from forefetch.process import Process
 from forefetch.v1 import expert_pb2, expert_pb2_grpc
 
-LEASE_S = 2.0
-START_S = 150.0
+LEASE_S = 5.0
+START_S = 240.0
 LAYERS, EXPERTS = 3, 8
 ALL = {(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)}
 
@@ -58,7 +58,7 @@ class Fleet:
     def end(self, name: str) -> None:
         """As Kubernetes does: it terminates, then it is gone."""
         self.processes[name].signal(signal.SIGTERM)
-        assert self.processes[name].wait(20)
+        assert self.processes[name].wait(60)
         self.processes.pop(name).end(0.0)
         self.kubernetes.delete(name)
 
@@ -66,7 +66,7 @@ class Fleet:
         """SIGKILL; the API server hears nothing of it."""
         process = self.processes[name]
         process.signal(signal.SIGKILL)
-        process.wait(5)
+        process.wait(60)
         process.end(0.0)
         return process
 
@@ -78,19 +78,19 @@ class Fleet:
     def held(self, name: str) -> set[tuple[int, int]]:
         """(layer, expert) of what a worker names."""
         with self.stub(name) as stub:
-            layers = stub.Describe(expert_pb2.ExpertServiceDescribeRequest(), timeout=10).layers
+            layers = stub.Describe(expert_pb2.ExpertServiceDescribeRequest(), timeout=60).layers
         return {(one.layer, expert) for one in layers for expert in one.experts}
 
     def place(self, name: str, layers: Mapping[int, Sequence[int]], epoch: int) -> None:
         """What a planner of that epoch would say."""
         experts = [expert_pb2.LayerExperts(layer=layer, experts=held) for layer, held in layers.items()]
         with self.stub(name) as stub:
-            stub.Place(expert_pb2.PlaceRequest(epoch=epoch, planner="test", experts=experts), timeout=10)
+            stub.Place(expert_pb2.PlaceRequest(epoch=epoch, planner="test", experts=experts), timeout=60)
 
     def moved(self, name: str) -> tuple[int, int]:
         """Experts that a worker loaded and unloaded since it began."""
         with self.stub(name) as stub:
-            stats = stub.GetStats(expert_pb2.ExpertServiceGetStatsRequest(), timeout=10)
+            stats = stub.GetStats(expert_pb2.ExpertServiceGetStatsRequest(), timeout=60)
         return stats.experts_loaded, stats.experts_unloaded
 
     def leader(self) -> str:

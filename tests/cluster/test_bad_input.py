@@ -92,7 +92,7 @@ BAD = {
 def test_bad_requests_are_refused_by_field(name: str, router: Router) -> None:
     change, field = BAD[name]
     with pytest.raises(grpc.RpcError) as caught:
-        list(router.stub.Generate(request(PROMPT, 4, **change), timeout=30))
+        list(router.stub.Generate(request(PROMPT, 4, **change), timeout=60))
     error = caught.value
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT, error
     assert_fit_for_a_client(error)
@@ -110,14 +110,14 @@ def test_max_tokens_beyond_the_context_end_there_and_say_so(router: Router) -> N
 
 def test_tokenize_refuses_the_same(router: Router) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        router.stub.Tokenize(router_pb2.TokenizeRequest(), timeout=30)
+        router.stub.Tokenize(router_pb2.TokenizeRequest(), timeout=60)
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert_fit_for_a_client(caught.value)
 
 
 def test_an_unknown_trace_is_not_found(router: Router) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        router.stub.GetTrace(router_pb2.GetTraceRequest(request_id="nobody"), timeout=30)
+        router.stub.GetTrace(router_pb2.GetTraceRequest(request_id="nobody"), timeout=60)
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
     assert_fit_for_a_client(caught.value)
 
@@ -125,7 +125,7 @@ def test_an_unknown_trace_is_not_found(router: Router) -> None:
 def test_bytes_that_are_no_message_do_no_harm(router: Router) -> None:
     call = router.channel.unary_stream("/forefetch.v1.RouterService/Generate")
     with pytest.raises(grpc.RpcError) as caught:
-        list(call(b"\xff" * 64, timeout=30))
+        list(call(b"\xff" * 64, timeout=60))
     assert caught.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
     assert_fit_for_a_client(caught.value)
 
@@ -188,7 +188,7 @@ def broken_frames(layer: int, held: list[int], not_held: int) -> dict[str, bytea
 def test_broken_frames_get_error_frames_and_the_stream_stays_up(router: Router, cluster: Cluster) -> None:
     with rpc.channel(cluster.processes["worker-0"].address) as channel:
         stub = expert_pb2_grpc.ExpertServiceStub(channel)
-        held = stub.Describe(expert_pb2.ExpertServiceDescribeRequest(), timeout=30).layers[0]
+        held = stub.Describe(expert_pb2.ExpertServiceDescribeRequest(), timeout=60).layers[0]
         not_held = next(expert for expert in range(8) if expert not in held.experts)
         broken = broken_frames(held.layer, list(held.experts[:2]), not_held)
         good = bytes(good_frame(held.layer, list(held.experts[:2])))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from cluster_calls import SMALL, Background, Router, Start
 from reference_model import CASES, Oracle
+from waiting import until
 
 from forefetch.v1 import router_pb2
 
@@ -32,7 +33,6 @@ def test_greedy_answers_are_the_same_alone_and_among_seven_others(router: Router
     alone = [router.generate(prompt, TOKENS).tokens for prompt in prompts()]
     together = [Background(router, prompt, TOKENS) for prompt in prompts()]
     assert [stream.done().tokens for stream in together] == alone == expected
-    assert max(router.stats().mean_step.batch, 1) >= 1
 
 
 def test_seeded_answers_are_the_same_alone_and_among_others(router: Router) -> None:
@@ -55,5 +55,5 @@ def test_requests_that_must_wait_for_pages_answer_the_same(start: Start, oracle:
     streams = [Background(client, own, 220) for _ in range(12)]
     expected = oracle(CASE).greedy(own, 220)
     assert [stream.done().tokens for stream in streams] == [expected] * 12
-    assert client.stats().pages_used == 0
+    until(lambda: client.stats().pages_used == 0)
     client.close()

@@ -18,7 +18,7 @@ CASE = "qwen3"
 
 def forefetch(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "forefetch.cli", *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert "Traceback" not in done.stderr
     return done
 
@@ -35,7 +35,7 @@ def up(checkpoint: Callable[[str], Path]) -> Iterator[str]:
         line = process.stdout.readline()
         yield line.partition(" at ")[2].split()[0]
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         assert "Traceback" not in err
 

@@ -21,7 +21,7 @@ from forefetch.process import Process
 
 TOKENS = 64
 FIRST_OF_FAMILY = {case.family: name for name, case in reversed(CASES.items())}
-START_S = 150.0
+START_S = 240.0
 
 # Both sides sum the same products in different orders, in float32, through at most 5 layers: some 1e-6 of the largest logit,
 # which is about 20. Fifty times that is allowed; a wrong rule costs 0.01 and more.

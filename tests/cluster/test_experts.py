@@ -27,7 +27,7 @@ def test_load_is_measured_and_placed_and_changes_no_token(
     assert router.generate(PROMPT, 48).tokens == expected
     with rpc.channel(cluster.processes["worker-0"].address) as channel:
         stub = expert_pb2_grpc.ExpertServiceStub(channel)
-        said = stub.GetStats(expert_pb2.ExpertServiceGetStatsRequest(), timeout=10)
+        said = stub.GetStats(expert_pb2.ExpertServiceGetStatsRequest(), timeout=60)
     assert said.copied_bytes > 0
     assert said.copy_ns > 0
     stats = router.stats()
@@ -69,7 +69,7 @@ def test_shadowed_experts_are_counted_in_every_answer(start: Start, tmp_path: Pa
     answer = router.generate(PROMPT, 16)
     with rpc.channel(cluster.processes["worker-0"].address) as channel:
         stub = expert_pb2_grpc.ExpertServiceStub(channel)
-        said = stub.GetStats(expert_pb2.ExpertServiceGetStatsRequest(), timeout=10)
+        said = stub.GetStats(expert_pb2.ExpertServiceGetStatsRequest(), timeout=60)
     named = answer.finish.approximations
     assert (named.expert_format, named.shadow_format) == ("", "int4")
     assert named.shadow_experts == said.shadowed > 0

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from cluster_calls import until
 from fake_kubernetes import FakeKubernetes
 from fleet import ALL, EXPERTS, LAYERS, Fleet, Load, serves
 from reference_model import CASES, Oracle
+from waiting import until
 
 CASE = "qwen3"
 PROMPT = CASES[CASE].prompt
@@ -38,14 +38,14 @@ def test_two_workers_become_four_and_then_one(fleet: Fleet, expected: list[int])
     load = Load(router, PROMPT, expected)
     until(lambda: len(load.streams) > 1)
     fleet.workers("w2", "w3")
-    until(lambda: serves(router, 4), 40)
-    until(lambda: all(0 < len(fleet.held(name)) < len(ALL) for name in ("w0", "w1", "w2", "w3")), 40, 0.2)
+    until(lambda: serves(router, 4))
+    until(lambda: all(0 < len(fleet.held(name)) < len(ALL) for name in ("w0", "w1", "w2", "w3")), every=0.2)
     for name in ("w0", "w1", "w2"):
         fleet.announce(name, terminating=True)
-    until(lambda: fleet.held("w3") == ALL, 40, 0.2)
+    until(lambda: fleet.held("w3") == ALL, every=0.2)
     for name in ("w0", "w1", "w2"):
         fleet.end(name)
-    until(lambda: serves(router, 1), 20)
+    until(lambda: serves(router, 1))
     load.finish()
     assert router.generate(PROMPT, LONG).tokens == expected
     router.close()
@@ -64,7 +64,7 @@ def test_measured_load_moves_and_replicates_single_experts_while_streams_run(fle
     first.close()
     for name, part in (("w0", slice(0, 3)), ("w1", slice(3, 6)), ("w2", slice(6, 8))):
         fleet.place(name, {layer: sorted(order[part]) for layer, order in hottest.items()}, epoch=1)
-    until(lambda: [len(fleet.held(name)) for name in ("w0", "w1", "w2")] == [9, 9, 6], 20, 0.1)
+    until(lambda: [len(fleet.held(name)) for name in ("w0", "w1", "w2")] == [9, 9, 6], every=0.1)
     fleet.processes["r1"] = fleet.processes.pop("r0")
     router = fleet.router("r1", "--rebalance-s=3", "--expert-extra=1")
     load = Load(router, PROMPT, expected)
@@ -73,10 +73,10 @@ def test_measured_load_moves_and_replicates_single_experts_while_streams_run(fle
         held = [fleet.held(name) for name in ("w0", "w1", "w2")]
         return all(sum((layer, order[0]) in one for one in held) > 1 for layer, order in hottest.items())
 
-    until(spread, 60, 0.5)
-    until(lambda: sum(fleet.moved(name)[1] for name in ("w0", "w1", "w2")) > LAYERS, 30, 0.5)
+    until(spread, every=0.5)
+    until(lambda: sum(fleet.moved(name)[1] for name in ("w0", "w1", "w2")) > LAYERS, every=0.5)
     before = len(load.streams)
-    until(lambda: len(load.streams) >= before + 2, 60)
+    until(lambda: len(load.streams) >= before + 2)
     assert load.finish() == 0, "every expert was served until the table that named it was out of use: no step ran twice"
     assert fleet.held("w0") | fleet.held("w1") | fleet.held("w2") == ALL
     router.close()
@@ -92,8 +92,8 @@ def test_the_router_that_plans_is_killed(fleet: Fleet, expected: list[int]) -> N
     until(lambda: len(load.streams) > 1)
     fleet.kill("r0")
     fleet.workers("w2")
-    until(lambda: fleet.leader() not in ("", leader), 20)
-    until(lambda: serves(second, 3), 40)
+    until(lambda: fleet.leader() not in ("", leader))
+    until(lambda: serves(second, 3))
     assert fleet.kubernetes.leases["experts-planner"]["spec"]["leaseTransitions"] == 2
     load.finish()
     before = fleet.held("w0")
@@ -115,12 +115,12 @@ def test_the_api_server_freezes_and_a_worker_is_killed(fleet: Fleet, expected: l
     load.streams[0].wait_for(20)
     worker = fleet.kill("w1")
     worker.spawn()  # on its old port, with nothing
-    worker.wait_ready(90)
-    until(lambda: fleet.held("w1") >= held, 40, 0.2)
-    until(lambda: serves(router, 2), 20)
+    worker.wait_ready(240.0)
+    until(lambda: fleet.held("w1") >= held, every=0.2)
+    until(lambda: serves(router, 2))
     fleet.kubernetes.frozen.clear()
     fleet.workers("w2")
-    until(lambda: serves(router, 3), 40)
+    until(lambda: serves(router, 3))
     assert load.finish() >= 1
     router.close()
 
@@ -135,16 +135,16 @@ def test_watches_that_are_half_open_cut_and_too_old_and_leases_that_conflict(fle
     kubernetes.mute()  # half-open: connections stay, and nothing comes over them any more
     kubernetes.conflicts = 2  # somebody else seems to write the Lease: 409
     fleet.workers("w2")
-    until(lambda: serves(router, 3), 40)
+    until(lambda: serves(router, 3))
     assert kubernetes.lists > lists, "it gave that watch up and listed again"
     kubernetes.cut()  # in the middle of a line
     lists = kubernetes.lists
     kubernetes.forget()  # 410 for the version that it would go on from
     fleet.announce("w2", terminating=True)
-    until(lambda: kubernetes.lists > lists, 20)
-    until(lambda: fleet.held("w0") | fleet.held("w1") == ALL, 40, 0.2)
+    until(lambda: kubernetes.lists > lists)
+    until(lambda: fleet.held("w0") | fleet.held("w1") == ALL, every=0.2)
     fleet.end("w2")
-    until(lambda: serves(router, 2), 20)
+    until(lambda: serves(router, 2))
     load.finish()
     assert fleet.leader() == leader
     assert kubernetes.leases["experts-planner"]["spec"]["leaseTransitions"] == 1, "409 loses a turn and not the lead"

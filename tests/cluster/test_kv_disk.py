@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster_calls import SMALL, Router, Start, until
+from cluster_calls import SMALL, Router, Start
 from reference_model import CASES, Oracle
+from waiting import until
 
 from forefetch import rpc
 from forefetch.v1 import kv_pb2, kv_pb2_grpc
@@ -16,13 +17,13 @@ PROMPT = (CASES[CASE].prompt * 9)[: 6 * PAGE + 1]
 
 
 def test_a_killed_service_still_has_its_blocks(start: Start, oracle: Callable[[str], Oracle], tmp_path: Path) -> None:
-    cluster = start(CASE, link="local", kv=True, kv_flags=(f"--dir={tmp_path}",), router=(*SMALL, "--kv-fetch-s=1"))
+    cluster = start(CASE, link="local", kv=True, kv_flags=(f"--dir={tmp_path}",), router=(*SMALL, "--kv-fetch-s=60"))
     router = Router(cluster.address)
 
     def stats() -> kv_pb2.KvServiceGetStatsResponse:
         with rpc.channel(cluster.processes["kv"].address) as channel:
             reply: kv_pb2.KvServiceGetStatsResponse = kv_pb2_grpc.KvServiceStub(channel).GetStats(
-                kv_pb2.KvServiceGetStatsRequest(), timeout=10
+                kv_pb2.KvServiceGetStatsRequest(), timeout=60
             )
             return reply
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from cluster_calls import SMALL, Background, Router, Start
+from cluster_calls import SMALL, TRIES, Background, Router, Start, caught
 from reference_model import CASES, Oracle
+from waiting import stop, until
 
 from forefetch import rpc, settings, shm
 from forefetch.cluster import Cluster
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(bool(shm.unsupported()), reason=shm.unsupported(
 CASE = "qwen3"
 PROMPT = CASES[CASE].prompt
 LONG = 160
-FLAGS = (*SMALL, "--worker-grace-s=60", "--p2p-halves-from=4", "--p2p-patience-s=2", "--batch-buckets=1,2,4", "--max-batch=4")
+FLAGS = (*SMALL, "--worker-grace-s=60", "--p2p-halves-from=4", "--p2p-patience-s=5", "--batch-buckets=1,2,4", "--max-batch=4")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,14 @@ def test_answers_are_the_oracles(router: Router, oracle: Callable[[str], Oracle]
 def test_hints_go_by_grpc_while_steps_cross_lanes_and_what_became_of_them_comes_back(router: Router, cluster: Cluster) -> None:
     """What workers count for themselves is what the router was told, by layer."""
     before, began = router.stats(), asked(cluster)
-    router.generate(PROMPT, 48)
+
+    def in_time() -> int:
+        return sum(layer.hits + layer.late for layer in router.stats().hints.layers)
+
+    for _ in range(TRIES):  # hints race with the calls that they are for
+        router.generate(PROMPT, 48)
+        if in_time() > sum(layer.hits + layer.late for layer in before.hints.layers):
+            break
     after, ended = router.stats(), asked(cluster)
     assert after.p2p_steps - before.p2p_steps >= 40
     assert after.hints.sent - before.hints.sent > 40
@@ -75,7 +82,7 @@ def asked(cluster: Cluster) -> list[Any]:
     for name in cluster.worker_names:
         with rpc.channel(cluster.processes[name].address) as channel:
             stub = expert_pb2_grpc.ExpertServiceStub(channel)
-            found.append(stub.GetStats(expert_pb2.ExpertServiceGetStatsRequest(), timeout=5.0))
+            found.append(stub.GetStats(expert_pb2.ExpertServiceGetStatsRequest(), timeout=60))
     return found
 
 
@@ -83,10 +90,12 @@ def asked(cluster: Cluster) -> list[Any]:
 def test_a_worker_killed_in_a_step_costs_no_token(
     streams: int, router: Router, cluster: Cluster, oracle: Callable[[str], Oracle]
 ) -> None:
-    running = [Background(router, PROMPT, LONG) for _ in range(streams)]
-    running[0].wait_for(8)
-    cluster.kill("worker-1")
-    assert len(running[0].tokens) < LONG, "the kill came too late to test anything"
+    running = caught(
+        lambda: [Background(router, PROMPT, LONG) for _ in range(streams)],
+        8,
+        strike=lambda: cluster.kill("worker-1"),
+        undo=lambda: cluster.restart("worker-1"),
+    )
     cluster.restart("worker-1")
     expected = oracle(CASE).greedy(PROMPT, LONG)
     assert [(stream.done().error, stream.tokens) for stream in running] == [(None, expected)] * streams
@@ -101,17 +110,18 @@ def test_two_routers_have_lanes_to_the_same_workers(router: Router, cluster: Clu
     other = Process("other", "router_service", flags, settings.child_environment())
     other.spawn()
     try:
-        other.wait_ready(60.0)
+        other.wait_ready(240.0)
         second = Router(other.address)
         streams = [Background(each, PROMPT, LONG) for each in (router, second, router)]
         expected = oracle(CASE).greedy(PROMPT, LONG)
         assert [stream.done().tokens for stream in streams] == [expected] * 3
         assert second.stats().p2p_steps > 0
-        streams = [Background(each, PROMPT, LONG) for each in (router, second)]
-        for stream in streams:
-            stream.wait_for(8)
-        cluster.kill("worker-1")
-        assert max(len(stream.tokens) for stream in streams) < LONG, "the kill came too late to test anything"
+        streams = caught(
+            lambda: [Background(each, PROMPT, LONG) for each in (router, second)],
+            8,
+            strike=lambda: cluster.kill("worker-1"),
+            undo=lambda: cluster.restart("worker-1"),
+        )
         cluster.restart("worker-1")
         assert [stream.done().tokens for stream in streams] == [expected] * 2
         for each in (router, second):
@@ -130,12 +140,12 @@ def test_two_routers_have_lanes_to_the_same_workers(router: Router, cluster: Clu
 def test_a_stalled_worker_ends_the_wait_by_its_bound(router: Router, cluster: Cluster, oracle: Callable[[str], Oracle]) -> None:
     """Longer than the lanes' patience and shorter than the other link's: the step is computed again over that one."""
     before = router.stats().p2p_breaks
-    stream = Background(router, PROMPT, LONG)
-    stream.wait_for(8)
-    cluster.processes["worker-0"].signal(signal.SIGSTOP)
-    time.sleep(3.0)
-    stalled = len(stream.tokens)
-    cluster.processes["worker-0"].signal(signal.SIGCONT)
+    worker = cluster.processes["worker-0"]
+    (stream,) = caught(
+        lambda: [Background(router, PROMPT, LONG)], 8, strike=lambda: stop(worker), undo=lambda: worker.signal(signal.SIGCONT)
+    )
+    try:
+        until(lambda: router.stats().p2p_breaks > before)
+    finally:
+        worker.signal(signal.SIGCONT)
     assert stream.done().tokens == oracle(CASE).greedy(PROMPT, LONG)
-    assert stalled < LONG
-    assert router.stats().p2p_breaks > before

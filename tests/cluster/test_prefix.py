@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from cluster_calls import SMALL, Answer, Background, Router, Start, until
+from cluster_calls import SMALL, Answer, Background, Router, Start
 from reference_model import CASES, Oracle
+from waiting import stop, until
 
 from forefetch.cluster import Cluster
 from forefetch.v1 import router_pb2
@@ -34,7 +35,7 @@ def flags(cold: Cluster) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def warm(start: Start, flags: tuple[str, ...]) -> Cluster:
-    return start(CASE, link="local", router=(*flags, "--kv-fetch-s=1"))
+    return start(CASE, link="local", router=(*flags, "--kv-fetch-s=60"))
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_a_warm_prefix_gives_the_cold_run_s_answer(
     assert second.finish.usage.cached_tokens == min(length // PAGE * PAGE, length - 1)
     assert loaded(warm) - before == length // PAGE, "the bytes came from the service"
     assert warm.stats().prompt_tokens - computed == length - second.finish.usage.cached_tokens
-    trace = warm.stub.GetTrace(router_pb2.GetTraceRequest(request_id=f"warm-{length}"), timeout=10)
+    trace = warm.stub.GetTrace(router_pb2.GetTraceRequest(request_id=f"warm-{length}"), timeout=60)
     assert trace.cached_tokens == second.finish.usage.cached_tokens
     assert (trace.load_ns > 0) == (length >= PAGE)
     for one, other in zip(first.events, second.events, strict=True):
@@ -101,7 +102,7 @@ def test_a_service_killed_during_a_fetch_is_a_miss(
     prompt, kv = [101, *PROMPT[:150]], cold.processes["kv"]
     fill(filler, prompt)
     misses = dict(warm.stats().kv.prefix_misses)
-    kv.signal(signal.SIGSTOP)
+    stop(kv)
     stream = Background(warm, prompt, N)
     until(lambda: warm.stats().running == 1)
     cold.kill("kv")
@@ -115,32 +116,35 @@ def test_a_service_killed_during_a_fetch_is_a_miss(
 
 
 def test_a_service_that_hangs_costs_no_more_than_the_bound(
-    cold: Cluster, routers: tuple[Router, Router], oracle: Callable[[str], Oracle]
+    start: Start, cold: Cluster, flags: tuple[str, ...], oracle: Callable[[str], Oracle]
 ) -> None:
-    _, warm = routers
-    prompt, kv, before = [102, *PROMPT[:100]], cold.processes["kv"], dict(warm.stats().kv.prefix_misses)
-    kv.signal(signal.SIGSTOP)
+    prompt, kv = [102, *PROMPT[:100]], cold.processes["kv"]
+    router = Router(start(CASE, link="local", router=(*flags, "--kv-fetch-s=1")).address)
+    until(lambda: router.stats().kv.up)
+    stop(kv)
     try:
-        answer = warm.generate(prompt, N)
+        answer = router.generate(prompt, N)
     finally:
         kv.signal(signal.SIGCONT)
     assert answer.tokens == oracle(CASE).greedy(prompt, N)
-    # "late" over a connection that stands; "unavailable" where it broke before, with the service of the test before this one.
-    after = warm.stats().kv.prefix_misses
-    assert sum(after[reason] - before.get(reason, 0) for reason in ("late", "unavailable")) == 1
-    until(lambda: warm.stats().kv.up)
+    misses = router.stats().kv.prefix_misses
+    assert set(misses) <= {"late", "unavailable"}, "the latter where its heartbeat noticed first"
+    assert sum(misses.values()) == 1
+    router.close()
 
 
 def test_a_request_cancelled_while_its_prefix_is_fetched_leaves_nothing(cold: Cluster, routers: tuple[Router, Router]) -> None:
     _, warm = routers
     kv = cold.processes["kv"]
-    kv.signal(signal.SIGSTOP)
-    stream = Background(warm, [103, *PROMPT[:100]], N)
-    until(lambda: warm.stats().running == 1)
-    stream.call.cancel()
-    stream.done()
-    until(lambda: warm.stats().running == 0)
-    kv.signal(signal.SIGCONT)
+    stop(kv)
+    try:
+        stream = Background(warm, [103, *PROMPT[:100]], N)
+        until(lambda: warm.stats().running == 1)
+        stream.call.cancel()
+        stream.done()
+        until(lambda: warm.stats().running == 0)
+    finally:
+        kv.signal(signal.SIGCONT)
     until(lambda: warm.stats().pages_used == 0)
     until(lambda: warm.stats().kv.up)
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import grpc
 import pytest
 import yaml
-from cluster_calls import SMALL, Background, Router, Start, until
+from cluster_calls import SMALL, Background, Router, Start, caught
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 from reference_model import CASES
+from waiting import stop, until
 
 from forefetch import rpc
 from forefetch.cluster import Cluster
@@ -39,7 +40,9 @@ def state(cluster: Cluster) -> Callable[[str, str], int]:
 
     def ask(process: str, name: str) -> int:
         with rpc.channel(cluster.processes[process].health) as channel:
-            return int(health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=5).status)
+            return int(
+                health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=60).status
+            )
 
     return ask
 
@@ -52,7 +55,7 @@ def test_idle_services_live_and_are_ready(cluster: Cluster, state: Callable[[str
 def test_the_health_port_serves_health_alone(cluster: Cluster) -> None:
     with rpc.channel(cluster.processes["router"].health) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            router_pb2_grpc.RouterServiceStub(channel).Describe(router_pb2.DescribeRequest(), timeout=5)
+            router_pb2_grpc.RouterServiceStub(channel).Describe(router_pb2.DescribeRequest(), timeout=60)
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -96,7 +99,7 @@ def exported(cluster: Cluster) -> dict[str, set[str]]:
     """Sample name -> label names, over /metrics of every process."""
     found: dict[str, set[str]] = {}
     for process in cluster.processes.values():
-        with urllib.request.urlopen(f"http://{process.metrics}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://{process.metrics}/metrics", timeout=60) as reply:
             for family in text_string_to_metric_families(reply.read().decode()):
                 for sample in family.samples:
                     found.setdefault(sample.name, set()).update(sample.labels)
@@ -121,14 +124,19 @@ def test_every_metric_that_is_shown_or_alerted_on_is_exported(cluster: Cluster) 
 
 def test_a_draining_router_is_alive_and_not_ready(cluster: Cluster) -> None:
     """Ends the module's router, so it comes last."""
-    router = Router(cluster.address)
-    stream = Background(router, CASES[CASE].prompt, 200)
-    stream.wait_for(3)
+    router, worker = Router(cluster.address), cluster.processes["worker-0"]
+    (stream,) = caught(  # so that the drain does not end before it is looked at
+        lambda: [Background(router, CASES[CASE].prompt, 200)],
+        3,
+        strike=lambda: stop(worker),
+        undo=lambda: worker.signal(signal.SIGCONT),
+    )
     with rpc.channel(cluster.processes["router"].health) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         cluster.processes["router"].signal(signal.SIGTERM)
         said = health_pb2.HealthCheckRequest(service="readiness")
-        until(lambda: stub.Check(said, timeout=5).status == NOT_SERVING, every=0.005)
-        assert stub.Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=5).status == SERVING
+        until(lambda: stub.Check(said, timeout=60).status == NOT_SERVING, every=0.005)
+        assert stub.Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=60).status == SERVING
+    worker.signal(signal.SIGCONT)
     assert len(stream.done().tokens) == 200
     router.close()

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from cluster_calls import Background, Router, Start, until
+from cluster_calls import Background, Router, Start
 from reference_model import CASES
+from waiting import until
 
 from forefetch.cluster import Cluster
 
@@ -59,7 +60,7 @@ def test_a_cached_prefix_gives_the_cold_run_s_answer(length: int, start: Start, 
 
 
 WINDOW = 20
-WINDOWED = (*FLAGS, f"--kv-recent={WINDOW}", "--kv-fetch-s=5")
+WINDOWED = (*FLAGS, f"--kv-recent={WINDOW}", "--kv-fetch-s=60")
 
 
 @pytest.fixture(scope="module")

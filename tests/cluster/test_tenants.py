@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster_calls import SMALL, Start, until
+from cluster_calls import SMALL, Start
 from reference_model import CASES, Oracle
+from waiting import until
 
 from forefetch.client import SyncClient
 from forefetch.errors import NotFound, Unauthenticated

@@ -20,7 +20,7 @@ from forefetch.telemetry import names
 def test_a_callers_span_leads_to_every_process(checkpoint: Callable[[str], Path]) -> None:
     with GrpcReceiver() as receiver:
         config = ClusterConfig(
-            model=str(checkpoint("qwen3")), workers=2, port=0, device="cpu", start_s=90.0, otlp_endpoint=receiver.endpoint
+            model=str(checkpoint("qwen3")), workers=2, port=0, device="cpu", start_s=240.0, otlp_endpoint=receiver.endpoint
         )
         provider = TracerProvider(
             resource=Resource({"service.name": "app", "service.instance.id": "1", "service.version": "1"})

@@ -195,7 +195,7 @@ def test_checkov_finds_nothing_that_is_not_justified(tmp_path: Path) -> None:
         texts = [text for path, text in render(values_of(name)).items() if not path.endswith("NOTES.txt")]
         (tmp_path / f"{name}.yaml").write_text("\n---\n".join(texts))
     command = [CHECKOV, "--config-file", CHART / "checkov.yaml", "--directory", tmp_path, "--output", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=290, check=False)
     report = json.loads(done.stdout)
     assert report["summary"]["passed"] > 100, "it looked at something"
     failed = [f"{check['check_id']} {check['resource']}" for check in report["results"]["failed_checks"]]

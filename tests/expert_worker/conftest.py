@@ -30,9 +30,9 @@ def start_worker(model: Model) -> Iterator[Callable[..., Process]]:
         def start(*flags: str) -> Process:
             environment = settings.child_environment(OMP_NUM_THREADS="1")
             process = Process("worker", "expert_worker", [f"--model={model.folder}", *flags], environment)
-            stack.callback(process.end, 5.0)
+            stack.callback(process.end, 20.0)
             process.spawn()
-            process.wait_ready(60.0)
+            process.wait_ready(240.0)
             return process
 
         yield start

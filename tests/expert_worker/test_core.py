@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from waiting import until
 
 from expert_worker.core import Core, Turn, WorkerInfo
 from expert_worker.residency import Copied
@@ -38,7 +39,7 @@ class Script:
 
     def forward(self, call: LayerCall, out: Tensor, source: str) -> tuple[int, Verified]:
         self.order.append(call.step)
-        self.gate.wait(10.0)
+        self.gate.wait(60.0)
         if self.error:
             raise self.error
         out.copy_(call.x + 1)
@@ -85,19 +86,19 @@ def test_the_queue_is_in_order_and_measured() -> None:
     script.gate.clear()
     replies: dict[int, wire.LayerReply] = {}
     routers = [threading.Thread(target=lambda n=n: replies.update({n: answered(core, a_call(n))})) for n in range(6)]
+    began, waits = time.perf_counter_ns(), list[int]()  # when each was seen to wait, or to have its turn
     for waiting, router in enumerate(routers):
         router.start()
-        until = time.monotonic() + 10
-        while len(core.turn._waiting) + len(script.order) <= waiting and time.monotonic() < until:
-            time.sleep(0.001)
+        until(lambda waiting=waiting: len(core.turn._waiting) + len(script.order) > waiting)  # type: ignore[misc]
+        waits.append(time.perf_counter_ns())
     assert core.busy
+    opened = time.perf_counter_ns()
     script.gate.set()
     for router in routers:
-        router.join(10.0)
+        router.join(60.0)
     assert script.order == list(range(6))
-    queued = [replies[n].queue_ns for n in range(6)]
-    assert queued[0] < 10**8
-    assert all(ns > 0 for ns in queued[1:])
+    assert 0 <= replies[0].queue_ns <= waits[0] - began, "nobody was before it"
+    assert all(replies[n].queue_ns >= opened - waits[n] for n in range(1, 6))
     assert not core.busy
 
 
@@ -160,11 +161,9 @@ def test_a_hint_does_not_wait_for_a_call() -> None:
     script.gate.clear()
     router = threading.Thread(target=lambda: answered(core, a_call()))
     router.start()
-    until = time.monotonic() + 10
-    while not script.order and time.monotonic() < until:
-        time.sleep(0.001)
+    until(lambda: script.order)
     core.hint(ExpertHint(1, 0, 0, 0, np.array([1], dtype=np.int32), np.ones(1, dtype=np.float32), 0))
     assert core.busy
     assert len(script.hinted) == 1
     script.gate.set()
-    router.join(10.0)
+    router.join(60.0)

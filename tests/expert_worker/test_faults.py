@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import stop, until
 from worker_calls import WIRED, Model
 
 from expert_worker import client
@@ -23,21 +24,8 @@ from forefetch.hints import ExpertHint
 from forefetch.process import Process
 from forefetch.v1 import expert_pb2, expert_pb2_grpc
 
-# How soon a death must be noticed. A few milliseconds on an idle machine; tests run on busy ones.
-NOTICED_S = 3.0
-
-
-def stop(process: Process) -> None:
-    """SIGSTOP; returns when every thread has stopped. One that waits for a core would still answer a call."""
-    process.signal(signal.SIGSTOP)
-    limit = time.monotonic() + 10.0
-    while any(_state(thread) != "T" for thread in Path(f"/proc/{process.pid}/task").iterdir()):
-        assert time.monotonic() < limit
-        time.sleep(0.002)
-
-
-def _state(thread: Path) -> str:
-    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+# How soon a death must be noticed. A few milliseconds on an idle machine; tests run on busy ones. Unnoticed it takes minutes.
+NOTICED_S = 40.0
 
 
 def collect_late(link: client.Link, timeout_s: float) -> tuple[float, str]:
@@ -50,13 +38,13 @@ def collect_late(link: client.Link, timeout_s: float) -> tuple[float, str]:
 
 @pytest.fixture(scope="module")
 def mortal(start_worker: Callable[..., Process]) -> Process:
-    return start_worker("--drain-s=20")
+    return start_worker("--drain-s=120")
 
 
 def revive(process: Process) -> None:
     process.end(0.0)
     process.spawn()
-    process.wait_ready(60.0)
+    process.wait_ready(240.0)
 
 
 @pytest.mark.parametrize("kind", WIRED)
@@ -66,7 +54,7 @@ def test_a_worker_killed_during_a_call(kind: str, model: Model, mortal: Process)
         stop(mortal)  # so that the call is under way when it dies
         link.submit(model.call())
         threading.Timer(0.3, mortal.signal, (signal.SIGKILL,)).start()
-        took, reason = collect_late(link, 60.0)
+        took, reason = collect_late(link, 200.0)
         assert took < 0.3 + NOTICED_S
         assert "/" not in reason
         with pytest.raises(Unavailable):
@@ -74,13 +62,13 @@ def test_a_worker_killed_during_a_call(kind: str, model: Model, mortal: Process)
         link.hint(ExpertHint(1, 0, 0, 0, np.array([1], np.int32), np.ones(1, np.float32), 0))
         assert link.hints_dropped == 1, "a dead worker's hints are dropped without an error"
         link.submit(model.call())
-        took, _ = collect_late(link, 60.0)  # it stays down, at once
+        took, _ = collect_late(link, 200.0)  # it stays down, at once
         assert took < NOTICED_S
     revive(mortal)
     with closing(model.connect(mortal.address, kind)) as link:
         assert link.info.instance_id != old
         link.submit(model.call())
-        link.collect(20.0)
+        link.collect(60.0)
 
 
 @pytest.mark.parametrize("kind", WIRED)
@@ -95,10 +83,10 @@ def test_a_worker_that_hangs_is_given_up_in_time(kind: str, model: Model, mortal
         assert 0.4 <= took < 0.4 + NOTICED_S
         assert reason == "no answer within 0.4 s"
         link.submit(model.call())
-        assert collect_late(link, 20.0)[1] == reason  # a late answer must not be taken for the next one
+        assert collect_late(link, 60.0)[1] == reason  # a late answer must not be taken for the next one
     with closing(model.connect(mortal.address, kind)) as link:
         link.submit(model.call())
-        link.collect(20.0)
+        link.collect(60.0)
 
 
 ROUTER = """
@@ -111,7 +99,7 @@ link = model.connect({address!r}, {kind!r})
 print("connected", flush=True)
 while True:
     link.submit(model.call())
-    link.collect(20.0)
+    link.collect(60.0)
 """
 
 
@@ -120,28 +108,25 @@ def test_a_router_killed_leaves_nothing_behind(kind: str, model: Model, mortal: 
     def routers() -> int:
         with rpc.channel(mortal.address) as channel:
             stub = expert_pb2_grpc.ExpertServiceStub(channel)
-            return stub.GetStats(expert_pb2.ExpertServiceGetStatsRequest(), timeout=10.0).routers
+            return stub.GetStats(expert_pb2.ExpertServiceGetStatsRequest(), timeout=60.0).routers
 
     code = ROUTER.format(here=os.path.dirname(__file__), folder=str(model.folder), address=mortal.address, kind=kind)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as router:
         try:
             assert router.stdout
             assert router.stdout.readline() == "connected\n"
-            assert routers() == 1
+            until(lambda: routers() == 1)  # those of tests before this one may just be leaving
             time.sleep(0.2)
         finally:
             router.kill()
-    until = time.monotonic() + NOTICED_S
-    while routers() and time.monotonic() < until:
-        time.sleep(0.02)
-    assert routers() == 0
+    until(lambda: routers() == 0)
     assert mortal.running
     with closing(model.connect(mortal.address, kind)) as link:
         link.submit(model.call())
-        link.collect(20.0)
+        link.collect(60.0)
         if kind == "shm":
-            maps = Path(f"/proc/{mortal.pid}/maps").read_text()
-            assert maps.count(shm.PREFIX) == 1, "the dead router's segment is still mapped"
+            maps = Path(f"/proc/{mortal.pid}/maps")
+            until(lambda: maps.read_text().count(shm.PREFIX) == 1)  # the dead router's segment is not mapped any more
 
 
 @pytest.mark.parametrize("kind", WIRED)
@@ -151,7 +136,7 @@ def test_closing_a_link_ends_a_collect_under_way(kind: str, model: Model, mortal
     try:
         link.submit(model.call())
         threading.Timer(0.2, link.close).start()
-        took, _ = collect_late(link, 60.0)
+        took, _ = collect_late(link, 200.0)
         assert took < 0.2 + NOTICED_S
     finally:
         mortal.signal(signal.SIGCONT)
@@ -159,14 +144,12 @@ def test_closing_a_link_ends_a_collect_under_way(kind: str, model: Model, mortal
 
 def test_a_worker_asked_to_leave_does_not_wait_for_idle_routers(model: Model, mortal: Process) -> None:
     links = [model.connect(mortal.address, kind) for kind in ("auto", "grpc")]
-    began = time.monotonic()
     mortal.signal(signal.SIGTERM)
-    assert mortal.wait(15.0)
-    assert time.monotonic() - began < 15.0, "its drain time is 20 s"
+    assert mortal.wait(60.0), "its drain time is 120 s"
     for link in links:
         with closing(link):
             link.submit(model.call())
-            collect_late(link, 20.0)
+            collect_late(link, 60.0)
     revive(mortal)
 
 

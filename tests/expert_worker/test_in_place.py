@@ -310,5 +310,5 @@ def test_layers_and_copies_in_three_processes() -> None:
     """With the check of `active` left out, or an expert published before its last byte, or without turns, this fails within 20
     layers."""
     script = Path(__file__).with_name("residency_race.py")
-    ended = subprocess.run([sys.executable, str(script), "24"], capture_output=True, text=True, timeout=240, check=False)
+    ended = subprocess.run([sys.executable, str(script), "24"], capture_output=True, text=True, timeout=400, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -46,7 +46,7 @@ def test_measurements_are_learnt() -> None:
     assert made.host_ns(1) == pytest.approx(500, rel=0.01)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 50), max_size=10), st.floats(0, 1e6), st.floats(0, 1e5), st.floats(1, 1e6), st.integers(0, 5))
 def test_no_choice_ends_later_than_copying_all(pairs: list[int], e: float, p: float, copy_ns: float, under_way: int) -> None:
     made = times(e, p)

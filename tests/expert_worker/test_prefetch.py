@@ -136,7 +136,7 @@ def test_routers_that_never_call_cost_a_bounded_amount() -> None:
     assert len(prefetcher._reached) <= 256
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(

@@ -40,7 +40,7 @@ def bring(slots: Slots, *experts: int) -> list[int]:
 operation = st.tuples(st.sampled_from(["use", "place", "need", "fill", "fail", "pin", "unpin", "predict"]), st.integers(0, 14))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 15), st.integers(0, 3), st.lists(operation, max_size=80))
 def test_whatever_happens_the_table_is_sound_and_promises_hold(
     capacity: int, floor: int, operations: list[tuple[str, int]]
@@ -185,7 +185,7 @@ def _compiled_rules() -> SimpleNamespace:
 
 
 @pytest.mark.skipif(not compiled.available(), reason="Numba is not installed")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 15), st.integers(0, 3), st.lists(st.tuples(operation, st.floats(0, 20)), max_size=80))
 def test_compiled_rules_are_the_same(capacity: int, floor: int, operations: list[tuple[tuple[str, int], float]]) -> None:
     rules = _compiled_rules()

@@ -47,6 +47,6 @@ class Model:
             "dtype": torch.float32,
             "max_rows": 64,
             "tls": None,
-            "timeout_s": 10.0,
+            "timeout_s": 60.0,
         }
         return client.connect(address, link=link, **{**agreed, **changes})

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from waiting import PATIENCE_S, until
 
 from forefetch import Client, SyncClient, errors, rpc
 from forefetch.client import Finish, Usage
@@ -27,6 +28,9 @@ ERRORS = {
 }
 STEP = router_pb2.StepTimings(total_ns=3_000_000, attention_ns=1_500_000, expert_ns=500_000, batch=2, tokens=5)
 
+SHORT_S = 1.0
+"""A deadline that passes, and before which a call still reaches the server."""
+
 
 @dataclass
 class FakeRouter(router_pb2_grpc.RouterServiceServicer):
@@ -34,6 +38,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
 
     requests: list[Any] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
+    begun: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
     def _note(self, request: Any, context: grpc.ServicerContext) -> None:
@@ -45,6 +50,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         self._note(request, context)
         if request.text == "endless":
             context.add_callback(self.ended.set)
+            self.begun.set()
             while context.is_active():
                 yield router_pb2.GenerateResponse(token=router_pb2.TokenEvent(text="x"))
                 time.sleep(0.01)
@@ -73,7 +79,8 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
 
     @rpc.sync_handler
     def GetStats(self, request: Any, context: grpc.ServicerContext) -> Any:
-        time.sleep(0.5)
+        if (context.time_remaining() or PATIENCE_S) < SHORT_S:  # it cannot be answered in time
+            until(lambda: not context.is_active())
         return router_pb2.GetStatsResponse(steps=7)
 
     @rpc.sync_handler

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -39,7 +40,9 @@ def test_complete_collects(kind: str, router: tuple[FakeRouter, str]) -> None:
     assert done.usage == FINISHED.usage
     assert len(done.timings) == 3
     assert done.ttft_ms == done.tokens[0].at_ms
-    assert 5 < done.tpot_ms_p50 <= done.tpot_ms_p99 < 1000  # the fake sleeps 10 ms between tokens
+    arrived = [token.at_ms for token in done.tokens]
+    gaps = sorted(later - earlier for earlier, later in pairwise(arrived))
+    assert [done.tpot_ms_p50, done.tpot_ms_p99] == pytest.approx(gaps)
 
 
 def test_percentiles_are_nearest_rank_over_gaps() -> None:
@@ -150,7 +153,7 @@ def test_a_stream_without_finish_is_no_answer(kind: str, router: tuple[FakeRoute
 def test_nobody_there_is_unavailable(kind: str) -> None:
     for method, args in (("complete", ["x"]), ("describe", [])):
         with pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1"):
-            run(kind, "127.0.0.1:1", method, *args, timeout=5.0)
+            run(kind, "127.0.0.1:1", method, *args, timeout=60.0)
 
 
 def test_many_streams_at_once(router: tuple[FakeRouter, str]) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import aclosing
 
 import pytest
+from waiting import PATIENCE_S
 
 from forefetch import Client, SyncClient, errors
-from tests.forefetch.fake_router import FakeRouter, both, run, served
+from tests.forefetch.fake_router import SHORT_S, FakeRouter, both, run, served
 
 
 @pytest.fixture
@@ -24,8 +25,8 @@ def router() -> Iterator[tuple[FakeRouter, str]]:
 @both
 def test_a_timeout_is_the_deadline_and_ends_the_request(kind: str, router: tuple[FakeRouter, str]) -> None:
     with pytest.raises(errors.DeadlineExceeded):
-        run(kind, router[1], "complete", "endless", timeout=0.3)
-    assert router[0].ended.wait(5)
+        run(kind, router[1], "complete", "endless", timeout=SHORT_S)
+    assert router[0].ended.wait(PATIENCE_S)
     with pytest.raises(errors.DeadlineExceeded):
         run(kind, router[1], "stats", timeout=0.1)
 
@@ -38,25 +39,26 @@ def test_leaving_the_iterator_cancels_the_request(router: tuple[FakeRouter, str]
             async with aclosing(client.generate("endless")) as events:
                 async for _ in events:
                     break
-            assert await asyncio.to_thread(fake.ended.wait, 5)
+            assert await asyncio.to_thread(fake.ended.wait, PATIENCE_S)
             fake.ended.clear()
             async for _ in client.generate("endless"):
                 break
-            assert await asyncio.to_thread(fake.ended.wait, 5)
+            assert await asyncio.to_thread(fake.ended.wait, PATIENCE_S)
             fake.ended.clear()
+            fake.begun.clear()
             task = asyncio.create_task(client.complete("endless"))
-            await asyncio.sleep(0.2)
+            assert await asyncio.to_thread(fake.begun.wait, PATIENCE_S)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert await asyncio.to_thread(fake.ended.wait, 5)
+            assert await asyncio.to_thread(fake.ended.wait, PATIENCE_S)
 
     asyncio.run(leave())
     fake.ended.clear()
     with SyncClient(address) as client:
         for _ in client.generate("endless"):
             break
-        assert fake.ended.wait(5)
+        assert fake.ended.wait(PATIENCE_S)
 
 
 def test_closing_the_sync_client_ends_streams_of_other_threads(router: tuple[FakeRouter, str]) -> None:
@@ -72,12 +74,12 @@ def test_closing_the_sync_client_ends_streams_of_other_threads(router: tuple[Fak
 
     reader = threading.Thread(target=read)
     reader.start()
-    time.sleep(0.2)
+    assert fake.begun.wait(PATIENCE_S)
     client.close()
-    reader.join(5)
+    reader.join(PATIENCE_S)
     assert not reader.is_alive()
     assert [type(error) for error in caught] == [errors.Cancelled]
-    assert fake.ended.wait(5)
+    assert fake.ended.wait(PATIENCE_S)
 
 
 @both

@@ -82,7 +82,7 @@ def test_replicas_share_rows_as_over_other_links_and_padding_goes_to_nobody() ->
 
 
 def test_results_are_summed_in_the_order_of_workers() -> None:
-    ports, lanes = [port() for _ in range(3)], HostLanes(choose, 5.0)
+    ports, lanes = [port() for _ in range(3)], HostLanes(choose, 60.0)
     lanes.attach(ports, torch.zeros(1, 3, 4).long())
     lanes.put(0, 0, torch.zeros(2, 4), torch.randn(2, 4), torch.zeros(2, 1, dtype=torch.bool))
     values = [1.0, 2.0**-24, 2.0**-24]  # in another order the small ones would count
@@ -109,15 +109,15 @@ def test_waits_are_bounded_and_name_the_worker() -> None:
     assert int(lanes.verdict) == 1 + 1
     assert "no signal within 0.1 s" in lanes.reason(1)
     began = time.monotonic()
-    for _ in range(20):  # what follows falls through
+    for _ in range(200):  # what follows falls through
         lanes.put(0, 0, torch.zeros(1, 4), torch.randn(1, 4), torch.zeros(1, 1, dtype=torch.bool))
         lanes.take(0, torch.empty(1, 4), 0)
-    assert time.monotonic() - began < 0.1 * 10
+    assert time.monotonic() - began < 0.1 * 200 / 2
     assert ports[0].segment.request_bell.value == 1, "nobody writes behind a fault"
 
 
 def test_a_worker_that_is_gone_ends_the_wait_and_new_lanes_begin_afresh() -> None:
-    lanes, one = HostLanes(choose, 30.0), torch.zeros(1, 1, dtype=torch.bool)
+    lanes, one = HostLanes(choose, 60.0), torch.zeros(1, 1, dtype=torch.bool)
     lanes.attach([port()], torch.zeros(1, 3, 4).long())
     lanes.put(0, 0, torch.zeros(1, 4), torch.randn(1, 4), one)
     lanes.abort(0, "it was killed")
@@ -145,9 +145,9 @@ def test_a_meeting_that_nobody_comes_to_ends() -> None:
 
 
 def test_two_processes_descriptors_change_hands() -> None:
-    meeting, got = Meeting(5.0), list[int]()
+    meeting, got = Meeting(60.0), list[int]()
     (host_read, host_write), (guest_read, guest_write) = os.pipe(), os.pipe()
-    guest = threading.Thread(target=lambda: got.append(visit(meeting.name, guest_write, 5.0)))
+    guest = threading.Thread(target=lambda: got.append(visit(meeting.name, guest_write, 60.0)))
     guest.start()
     got.append(meeting.host(host_write))
     guest.join()

@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 some_pairs = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)), max_size=30)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(some_pairs, st.booleans())
 def test_both_orders_name_every_pair_once(given_pairs: list[tuple[int, int]], by_row: bool) -> None:
     pairs = sorted(given_pairs, key=lambda pair: pair[0]) if by_row else given_pairs

@@ -28,7 +28,7 @@ def test_shards_that_cannot_be_are_refused(experts: int, shards: int) -> None:
 loads = st.lists(st.floats(0, 1e6), min_size=1, max_size=24)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(loads, st.integers(1, 6), st.integers(0, 4))
 def test_a_plan_covers_everything_fits_and_repeats(load: list[float], workers: int, extra: int) -> None:
     places = -(-len(load) // workers) + extra

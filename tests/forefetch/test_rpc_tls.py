@@ -60,7 +60,7 @@ def test_certificates_rotate_without_a_restart(pki: Path, tmp_path: Path) -> Non
 
     def presented(address: str) -> str:
         host, _, port = address.rpartition(":")
-        return ssl.get_server_certificate((host, int(port)), timeout=5)
+        return ssl.get_server_certificate((host, int(port)), timeout=60)
 
     install("server")
     config = replace(tls_config(tmp_path), tls_ca="")

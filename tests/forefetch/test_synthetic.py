@@ -62,6 +62,6 @@ def test_serving_one_takes_a_flag() -> None:
     with pytest.raises(ConfigError, match="allow-synthetic"):
         open_model("synthetic:mixtral-8x7b")
     command = [sys.executable, "-m", "expert_worker", "--model=synthetic:mixtral-8x7b"]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert refused.returncode == 2
     assert "allow-synthetic" in refused.stderr

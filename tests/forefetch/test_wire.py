@@ -47,7 +47,7 @@ def test_constants_are_the_protos() -> None:
         assert tensor_pb2.DataType.Value(name) == code
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 9), st.integers(1, 33), st.integers(0, 20), st.sampled_from(DTYPES), st.sampled_from([b"", bytes(range(25))])
 )
@@ -138,7 +138,7 @@ def test_truncated_requests_are_refused(size: int) -> None:
         decoded(encoded(call), call, size)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=300), st.booleans())
 def test_garbage_never_raises_anything_else(data: bytes, good_magic: bool) -> None:
     frame = FrameBuffer.allocate(len(data))

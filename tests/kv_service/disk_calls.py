@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +19,6 @@ ROOT = bytes(32)
 
 def config(folder: Path, **changes: Any) -> KvConfig:
     return KvConfig(dir=str(folder), budget_mb=8, max_block_mb=2, disk_gb=0.1, **changes)
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    limit = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
 
 
 def fill(folder: Path, tokens: tuple[int, ...] = (1, 2, 3), size: int = 5000) -> list[tuple[Key, bytes]]:

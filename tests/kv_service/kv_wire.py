@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +39,3 @@ def refusal(call: Callable[[], Any]) -> ForefetchError:
     with pytest.raises(grpc.RpcError) as caught:
         call()
     return rpc.error_of(caught.value)
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    limit = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.01)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 import xxhash
+from waiting import until
 
 from forefetch import rpc
 from forefetch.errors import BadRequest, Cancelled, DeadlineExceeded, Overloaded, Unavailable
@@ -33,7 +33,7 @@ def chunk(*args: Any, **how: Any) -> pb.GetResponse:
 
 
 class Liar(pb_grpc.KvServiceServicer):
-    """Answers Get with `chunks`: a number is a pause, an exception is raised. Answers Describe late."""
+    """Answers Get with `chunks`: a pause lasts until nobody waits any more, an exception is raised. Describe is a pause."""
 
     chunks: list[Any]
 
@@ -42,14 +42,22 @@ class Liar(pb_grpc.KvServiceServicer):
         for one in self.chunks:
             if isinstance(one, Exception):
                 raise one
-            if isinstance(one, float):
-                time.sleep(one)
+            if one is PAUSE:
+                forsaken(context)
             else:
                 yield one
 
     def Describe(self, request: pb.KvServiceDescribeRequest, context: grpc.ServicerContext) -> pb.KvServiceDescribeResponse:
-        time.sleep(0.3)
+        forsaken(context)
         return pb.KvServiceDescribeResponse()
+
+
+PAUSE = object()
+
+
+def forsaken(context: grpc.ServicerContext) -> None:
+    """Returns when the call's deadline has passed."""
+    until(lambda: not context.is_active())
 
 
 @pytest.fixture
@@ -77,7 +85,7 @@ BROKEN: dict[str, list[Any]] = {
     "the service goes away": [GOOD, Unavailable("gone")],
     "the service is full": [GOOD, Overloaded("full", 1.0)],
     "a broken end": [GOOD, chunk(1, b"sec", last=False), Cancelled("cut")],
-    "too slow": [GOOD, 0.5, chunk(1, b"second")],
+    "too slow": [GOOD, PAUSE, chunk(1, b"second")],
 }
 
 
@@ -85,7 +93,7 @@ BROKEN: dict[str, list[Any]] = {
 def test_what_is_not_whole_and_right_is_a_miss(liar: tuple[Liar, KvClient], name: str) -> None:
     service, client = liar
     service.chunks = BROKEN[name]
-    assert client.get(KEYS, timeout_s=0.25, most_bytes=1000) == [b"first"]
+    assert client.get(KEYS, timeout_s=2.0 if name == "too slow" else 60.0, most_bytes=1000) == [b"first"]
     assert client.broken_reads == 1
 
 

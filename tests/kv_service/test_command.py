@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from kv_calls import Kv, running
-from kv_wire import until
+from waiting import until
 
 from forefetch import cli
 from forefetch.v1 import kv_pb2 as pb

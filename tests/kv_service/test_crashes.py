@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from forks import Forks, ForkServer
+from waiting import until
 
 from forefetch.errors import ForefetchError
 from kv_service.client import Key, KvClient, SessionRecord, chain
@@ -55,7 +56,7 @@ class Callers:
                 keys = self.chains[draw.randrange(CHAINS)]
                 first = draw.randrange(BLOCKS)
                 batch = keys[first : first + draw.randint(1, 6)]
-                stored, _ = client.put([(key, content(key)) for key in batch], timeout_s=5)
+                stored, _ = client.put([(key, content(key)) for key in batch], timeout_s=30)
                 self.seen["put"] += stored
         except ForefetchError:
             return
@@ -73,11 +74,15 @@ class Callers:
                 count = draw.randint(1, 20)
                 tokens = [token(session, at) for at in range(position, position + count)]
                 record = SessionRecord(position, tokens, state=b"%d" % (position + count), tail=bytes(draw.randint(0, 3000)))
-                client.append_session(f"session {session}", self.epochs[session], record, timeout_s=5)
+                client.append_session(f"session {session}", self.epochs[session], record, timeout_s=30)
                 self.acked[session] = position + count
                 self.seen["appended"] += 1
         except ForefetchError:
             return
+
+    def done(self) -> tuple[int, int]:
+        """Blocks put and records appended."""
+        return self.seen["put"], self.seen["appended"]
 
     def check(self, client: KvClient) -> None:
         """After a restart."""
@@ -129,10 +134,13 @@ def test_killed_at_random_points(service: Forks, tmp_path: Path) -> None:
         client = KvClient(service.start())
         callers.check(client)
         threads = callers.run(client, draw.getrandbits(32))
+        if round_ % 2:  # as soon as something has been acknowledged, else at any time
+            before = callers.done()
+            until(lambda before=before: all(now > was for now, was in zip(callers.done(), before, strict=True)))  # type: ignore[misc]
         threading.Event().wait(draw.uniform(0.0, 0.12))
         service.kill()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
         client.close()
         if round_ % 6 == 5:
@@ -142,6 +150,6 @@ def test_killed_at_random_points(service: Forks, tmp_path: Path) -> None:
     client.close()
     service.kill()
     seen = callers.seen
-    assert min(seen[name] for name in ("put", "appended", "served", "disk_reads", "found")) > KILLS, seen
+    assert min(seen[name] for name in ("put", "appended", "served", "disk_reads", "found")) >= KILLS // 2, seen
     assert 0 < seen["corrupt"] <= flipped, (flipped, seen)
     assert (seen["conflicts"], seen["short_reads"], seen["read_errors"], seen["damaged_at_start"]) == (0, 0, 0, 0), seen

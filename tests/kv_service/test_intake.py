@@ -20,7 +20,8 @@ from kv_service.config import KvConfig
 if TYPE_CHECKING:
     from kv_calls import Kv
 
-from kv_wire import MIB, put_of, refusal, until, whole, wire
+from kv_wire import MIB, put_of, refusal, whole, wire
+from waiting import until
 
 # Transfers that do not end well
 
@@ -60,7 +61,7 @@ def test_an_aborted_transfer_leaves_what_was_whole_and_nothing_else(kv: Kv, capl
     def chunks() -> Iterator[pb.PutRequest]:
         yield whole(done, b"data")
         yield put_of(key=wire(cut), size=2 * MIB, data=bytes(MIB))
-        over.wait(10)
+        over.wait(60)
 
     call = kv.stub.Put.future(chunks())
     until(lambda: kv.servicer.vault.store.room.memory >= 2 * MIB)
@@ -88,19 +89,19 @@ class Stalled:
 
     def __init__(self, kv: Kv, key: Key) -> None:
         self.release = threading.Event()
-        self.call = kv.stub.Put.future(self._chunks(key), timeout=20)
+        self.call = kv.stub.Put.future(self._chunks(key), timeout=60)
 
     def _chunks(self, key: Key) -> Iterator[pb.PutRequest]:
         yield put_of(key=wire(key), size=2, data=b"1")
-        self.release.wait(20)
+        self.release.wait(60)
         yield put_of(data=b"2", last=True, checksum=xxhash.xxh3_128_digest(b"12"))
 
 
 def test_stalled_transfers_leave_room_for_calls_and_are_bounded(kv: Kv) -> None:
     stalled = [Stalled(kv, kv.keys(token)[0]) for token in range(server.TRANSFERS)]
     until(lambda: kv.servicer._transfers == server.TRANSFERS)
-    assert kv.client.describe(timeout_s=2).instance_id
-    assert kv.client.look_up(kv.keys(1), timeout_s=2) == 0
+    assert kv.client.describe(timeout_s=60).instance_id
+    assert kv.client.look_up(kv.keys(1), timeout_s=60) == 0
     with pytest.raises(Overloaded) as caught:
         kv.put(kv.keys(99))
     assert caught.value.retry_after_s == pytest.approx(0.1)
@@ -201,5 +202,5 @@ def test_bytes_that_are_no_message_at_all(kv: Kv) -> None:
         for method in ("LookUp", "Describe", "Nonsense"):
             call = channel.unary_unary(f"/{server.SERVICE}/{method}")
             with pytest.raises(grpc.RpcError):
-                call(b"\xff" * 100, timeout=5)
+                call(b"\xff" * 100, timeout=60)
     assert kv.put(kv.keys(1)) == (1, 0)

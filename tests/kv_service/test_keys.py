@@ -6,7 +6,7 @@ import hashlib
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_service.keys import Geometry, chain, child_key, root_key
@@ -86,7 +86,6 @@ roots = st.tuples(
 )
 
 
-@settings(deadline=None)
 @given(roots, roots)
 def test_different_roots_have_different_keys(a: Any, b: Any) -> None:
     assert (root_key(*a) == root_key(*b)) == (a == b)
@@ -95,7 +94,6 @@ def test_different_roots_have_different_keys(a: Any, b: Any) -> None:
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=4)
 
 
-@settings(deadline=None)
 @given(st.lists(tokens, max_size=4), st.lists(tokens, max_size=4))
 def test_different_chains_have_different_ends(a: list[list[int]], b: list[list[int]]) -> None:
     root = root_key(**ROOT)

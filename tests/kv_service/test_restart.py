@@ -15,7 +15,8 @@ from kv_service.disk import take_lock
 if TYPE_CHECKING:
     pass
 
-from disk_calls import MIB, config, fill, until
+from disk_calls import MIB, config, fill
+from waiting import until
 
 
 def test_a_restart_finds_everything_and_reads_it_from_disk(tmp_path: Path) -> None:

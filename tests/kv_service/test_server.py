@@ -132,12 +132,12 @@ def process() -> Iterator[Callable[..., Process]]:
         one = Process("kv", "kv_service", flags, child_environment(PYTHONWARNINGS="error"))
         started.append(one)
         one.spawn()
-        one.wait_ready(30)
+        one.wait_ready(240)
         return one
 
     yield start
     for one in started:
-        one.end(5)
+        one.end(20)
 
 
 def test_a_process_forgets_and_has_a_new_name_after_a_restart(kv: Kv, process: Callable[..., Process]) -> None:
@@ -148,14 +148,14 @@ def test_a_process_forgets_and_has_a_new_name_after_a_restart(kv: Kv, process: C
     assert (before.budget_bytes, before.max_block_bytes) == (4 * MIB, 3 * MIB)
     assert client.put([(key, b"data") for key in keys]) == (2, 0)
     one.signal(signal.SIGKILL)
-    one.end(5)
+    one.end(20)
     one.spawn()
-    one.wait_ready(30)
+    one.wait_ready(240)
     assert client.describe().instance_id != before.instance_id
     assert client.look_up(keys) == 0
     client.close()
     one.signal(signal.SIGTERM)
-    assert one.wait(10)
+    assert one.wait(60)
     assert one.ending() == "ended with status 0"
 
 
@@ -176,7 +176,7 @@ def test_spans_and_metrics_of_a_process(kv: Kv, process: Callable[..., Process])
     assert {(span.service, span.trace, span.parent) for span in spans} == {
         ("forefetch-kv", caller.trace_id.hex(), caller.span_id.hex())
     }
-    with urllib.request.urlopen(f"http://{one.metrics}/metrics", timeout=5) as page:
+    with urllib.request.urlopen(f"http://{one.metrics}/metrics", timeout=60) as page:
         shown = page.read().decode()
     assert "forefetch_kv_stored_total 1.0" in shown
     assert "forefetch_spans_dropped_total 0.0" in shown

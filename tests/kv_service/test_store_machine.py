@@ -146,7 +146,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStoreMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 class TieredMachine(RuleBasedStateMachine):
@@ -246,4 +246,4 @@ class TieredMachine(RuleBasedStateMachine):
 
 
 TestTieredMachine = TieredMachine.TestCase
-TestTieredMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTieredMachine.settings = settings(max_examples=60, stateful_step_count=40)

@@ -59,7 +59,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(CHAINS), st.integers(0, 3)) | st.just
 
 
 @given(st.lists(st.integers(1, 9), min_size=8, max_size=8), STEPS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_blocks_go_in_the_order_that_every_use_at_every_block_gives(
     sizes: list[int], steps: list[tuple[list[int], int]]
 ) -> None:

@@ -97,7 +97,7 @@ OPS = st.lists(
 
 
 @given(OPS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_restarts_change_nothing(ops: list[Any]) -> None:
     compact, session_log.COMPACT_BYTES = session_log.COMPACT_BYTES, 100  # so that logs are replaced by snapshots now and then
     try:

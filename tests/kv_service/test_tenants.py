@@ -52,8 +52,8 @@ def test_every_call_asks_who_it_is(tokens: str) -> None:
             lambda: client.get_session("s", claim=True),
         ]
         streams = [
-            lambda: list(kv.stub.Inspect(pb.InspectRequest(), timeout=5)),
-            lambda: list(kv.stub.Verify(pb.VerifyRequest(), timeout=5)),
+            lambda: list(kv.stub.Inspect(pb.InspectRequest(), timeout=60)),
+            lambda: list(kv.stub.Verify(pb.VerifyRequest(), timeout=60)),
         ]
         for call in calls:
             with pytest.raises(Unauthenticated):
@@ -121,7 +121,7 @@ def test_operators_see_all_and_others_their_own(tokens: str, caller: Callable[..
 
         def shown(tenant: str, digest: str = "") -> list[tuple[str, int, str]]:
             metadata = (("authorization", f"Bearer {TOKENS[tenant]}"),)
-            found = kv.stub.Inspect(pb.InspectRequest(digest=digest), timeout=5, metadata=metadata)
+            found = kv.stub.Inspect(pb.InspectRequest(digest=digest), timeout=60, metadata=metadata)
             return [(one.tenant, one.key.position, one.origin.kv_format) for one in found]
 
         assert shown("acme") == [("acme", 0, "e2m0"), ("acme", 2, "e2m0")]
@@ -160,4 +160,4 @@ def test_certificates(pki: Path, by_name: bool) -> None:
         other = KvClient(kv.address, tls(pki, "other"))
         assert other.get(keys) == ([] if by_name else [b"data"])
         other.close()
-        assert [one.tenant for one in kv.stub.Inspect(pb.InspectRequest(), timeout=5)] == ["acme" if by_name else "default"]
+        assert [one.tenant for one in kv.stub.Inspect(pb.InspectRequest(), timeout=60)] == ["acme" if by_name else "default"]

@@ -31,7 +31,7 @@ class CompiledRig(Rig):
         super().__init__(folder, rounded=rounded)
         config = ExpertConfig(model=str(folder), device="cpu")
         self.workers = Workers(self.spec, ["local"], lambda _address: expert.local(config))
-        self.workers.wait_complete(30.0)
+        self.workers.wait_complete(240.0)
         experts = expert.whole_of(self.workers.rows[0].link)
         assert experts is not None
         local = Local(self.workers.rows[0], experts) if whole else None
@@ -119,7 +119,7 @@ def test_helpers_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     alone = answer(CompiledRig(folder, whole=True))
     monkeypatch.setattr("router_service.compiled.helpers", lambda spare: 2)
     rig = CompiledRig(folder, whole=True)
-    board, deadline = rig.trunk.board, time.monotonic() + 60  # type: ignore[attr-defined]
+    board, deadline = rig.trunk.board, time.monotonic() + 240  # type: ignore[attr-defined]
     while min(board[FIRST_HELPER + TAKEN :: 8][:2]) == 0:  # on a busy machine they may come too late at first
         assert time.monotonic() < deadline, "a helper never takes anything"
         helped = answer(rig)

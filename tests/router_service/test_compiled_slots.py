@@ -54,7 +54,7 @@ class SlotRig(Rig):
         self.named = False  # in a compiled step
         config = ExpertConfig(model=str(folder), device="cpu", slots=slots, experts=experts)
         self.workers = Workers(self.spec, ["local"], lambda _address: expert.local(config))
-        self.workers.wait_complete(150.0)  # it may compile first
+        self.workers.wait_complete(240.0)  # it may compile first
         self.core = self.workers.rows[0].link.core  # type: ignore[union-attr]
         self.residency = self.core.experts.residency
         if self.residency is not None:
@@ -259,9 +259,11 @@ def test_without_hints_nothing_is_named_and_auto_tries_both(
     rig = SlotRig(folder, "50%", hints="auto")
     assert rig.hints is not None
     ways = set()
-    for _ in range(3):
+    for _ in range(20):
         rig.answers()
         ways.add(rig.hints.mode)
+        if rig.core.verified.hits:
+            break  # else its helper had no core
     assert rig.core.verified.hits > 0
     assert ways <= {"off", "plain"}
 

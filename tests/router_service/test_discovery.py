@@ -5,22 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from fake_kubernetes import FakeKubernetes, endpoint
+from waiting import until
 
 from router_service import discovery
 from router_service.discovery import Elector, Informer
 from router_service.election import Election
 from router_service.endpoints import Endpoint
 from router_service.kubernetes_api import ApiAway, Conflict, Expired, KubernetesApi
-
-
-def until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -36,6 +31,15 @@ class Followed:
         self.seen: list[Sequence[Endpoint]] = []
         api = KubernetesApi("test", kubernetes.url)
         self.informer = Informer(api, "experts", timeout_s, self.seen.append)
+        self.versions: list[str] = []  # that it went on from
+        watch = api.watch
+
+        def noted(*asked: Any) -> Iterator[Any]:
+            for kind, thing in watch(*asked):
+                self.versions.append(thing["metadata"]["resourceVersion"])
+                yield kind, thing
+
+        api.watch = noted  # type: ignore[method-assign]
         self.thread = threading.Thread(target=self.informer.follow, daemon=True)
         self.thread.start()
 
@@ -57,7 +61,7 @@ def follow(kubernetes: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -> Itera
         followed.informer.stop()
     kubernetes.cut()
     for followed in made:
-        followed.thread.join(5)
+        followed.thread.join(60)
 
 
 def test_what_is_listed_and_what_comes_and_goes(kubernetes: FakeKubernetes, follow: Callable[..., Followed]) -> None:
@@ -106,7 +110,8 @@ def test_bookmarks_carry_a_quiet_watch_over_what_is_forgotten(
     followed = follow(1.5)  # so watches end, and begin again at the version they know, every 1.2 s
     followed.wait_for("10.0.0.1:1")
     kubernetes.put("x", [endpoint("10.0.0.9")], service="other")  # raises the version; this watch hears nothing of it
-    time.sleep(0.3)
+    newest = str(kubernetes.version)
+    until(lambda: newest in followed.versions)
     with kubernetes.changed:
         kubernetes.oldest = kubernetes.version
     watches = kubernetes.watches
@@ -169,25 +174,34 @@ def test_errors_of_the_api_are_told_apart(kubernetes: FakeKubernetes) -> None:
         KubernetesApi("test", "http://127.0.0.1:1").lease("x")
 
 
-def test_two_candidates_and_one_lease(kubernetes: FakeKubernetes) -> None:
+def test_two_candidates_and_one_lease(kubernetes: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -> None:
     def candidate(name: str) -> Elector:
-        election = Election(name, duration_s=1.5, renew_s=0.3, margin_s=0.3)
+        election = Election(name, duration_s=15.0, renew_s=3.0, margin_s=3.0)
         return Elector(KubernetesApi("test", kubernetes.url), "planner", election)
 
     a, b = candidate("a"), candidate("b")
+    clock = [100.0]
+    monkeypatch.setattr(discovery, "monotonic", lambda: clock[0])
+
+    def now() -> float:
+        return clock[0]
+
     a.turn()
     b.turn()
-    now = time.monotonic
     assert (a.election.leading(now()), b.election.leading(now())) == (True, False)
     lease = kubernetes.leases["planner"]["spec"]
     assert (lease["holderIdentity"], lease["leaseTransitions"]) == ("a", 1)
     kubernetes.conflicts = 1
-    time.sleep(0.35)
+    clock[0] += 3.5
     a.turn()
     assert not a.election.leading(now()), "somebody wrote in between: not sure any more"
     a.turn()
     assert a.election.leading(now())
-    until(lambda: (b.turn(), b.election.leading(now()))[1], 10)  # a is silent from here on
+    b.turn()
+    assert not b.election.leading(now())
+    clock[0] += 15.5  # a is silent
+    b.turn()
+    assert b.election.leading(now())
     assert not a.election.leading(now())
     assert (b.election.epoch, kubernetes.leases["planner"]["spec"]["holderIdentity"]) == (2, "b")
 
@@ -197,12 +211,12 @@ def test_a_leader_without_an_api_server_stops_leading_by_its_own_clock(kubernete
     elector = Elector(KubernetesApi("test", kubernetes.url), "planner", election)
     elector.turn()
     kubernetes.stop()
-    began = time.monotonic()
-    while election.leading(time.monotonic()):
+
+    def leading() -> bool:
         elector.turn()
-        assert time.monotonic() - began < 5
-        time.sleep(0.02)
+        return election.leading(time.monotonic())
+
+    until(lambda: not leading())
     kubernetes.start()
-    elector.turn()
-    assert election.leading(time.monotonic())
+    until(leading)
     assert election.epoch == 1, "nobody else led meanwhile"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from reference_model import CASES, build
+from waiting import until
 
 from forefetch.errors import LinkDown, Mismatch, Unavailable
 from forefetch.spec import ModelSpec
@@ -79,7 +80,7 @@ def shards(spec: ModelSpec, count: int) -> list[FakeLink]:
 def table(spec: ModelSpec, links: list[FakeLink]) -> Workers:
     by_address = {f"w{i}:1": link for i, link in enumerate(links)}
     workers = Workers(spec, list(by_address), by_address.__getitem__)  # type: ignore[arg-type]
-    workers.wait_complete(5.0)
+    workers.wait_complete(240.0)
     return workers
 
 
@@ -133,7 +134,7 @@ def test_a_lost_worker_leaves_the_other_links_clean(spec: ModelSpec, where: str)
     assert not workers.complete
     assert [link.open_calls for link in (links[0], links[2])] == [0, 0]
     links[1].die_on, links[1].open_calls = "", 0
-    workers.wait_complete(5.0)  # the same address answers again: the step can be run again
+    workers.wait_complete(240.0)  # the same address answers again: the step can be run again
     out = torch.zeros_like(x)
     dispatch.send(batch(2), LAYER, x, ids, torch.ones(2, 3))
     dispatch.add(out, LAYER, stamps)
@@ -178,7 +179,7 @@ def test_two_halves_are_taken_back_in_their_order(spec: ModelSpec, fault: str) -
             links[1].die_on, links[1].open_calls = "", 0
         links[1].refuse = False
         assert links[1].open_calls == 0
-        workers.wait_complete(5.0)
+        workers.wait_complete(240.0)
         outs = [torch.zeros_like(out) for out in outs]
         for ids, count in halves:
             dispatch.send(batch(count), LAYER, torch.ones(count, spec.hidden_size), ids, torch.ones(count, 2))
@@ -189,10 +190,14 @@ def test_two_halves_are_taken_back_in_their_order(spec: ModelSpec, fault: str) -
 
 
 def test_waiting_for_workers_ends_with_the_reason(spec: ModelSpec) -> None:
+    asked: list[str] = []
+
     def refuse(address: str) -> FakeLink:
+        asked.append(address)
         raise Unavailable("connection refused")
 
     workers = Workers(spec, ["w0:1"], refuse)  # type: ignore[arg-type]
+    until(lambda: len(asked) > 1)
     with pytest.raises(Unavailable, match="w0:1: connection refused"):
         workers.wait_complete(0.2)
     workers.close()
@@ -204,7 +209,7 @@ def test_a_worker_that_can_never_fit_is_told_at_once(spec: ModelSpec) -> None:
 
     workers = Workers(spec, ["w0:1"], mismatch)  # type: ignore[arg-type]
     with pytest.raises(Mismatch, match="another model"):
-        workers.wait_complete(30.0)
+        workers.wait_complete(240.0)
     workers.close()
 
 

@@ -110,7 +110,7 @@ def world(checkpoint: Callable[[str], Path]) -> Iterator[Callable[..., World]]:
         table = Workers(
             rig.spec, [f"w{i}:1" for i in range(shards)], lambda address: links[int(address[1 : address.index(":")])]
         )
-        table.wait_complete(5.0)
+        table.wait_complete(240.0)
         opened.append(table)
         dispatch = Dispatch(table, 5.0)
         rig.experts, rig.ring = dispatch, StepRing(4, rig.spec.layers, shards)

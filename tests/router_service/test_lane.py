@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
-from kv_rigs import Engine, block_of, until
+from kv_rigs import Engine, block_of
+from waiting import stop, until
 
 from forefetch.process import Process
 from forefetch.settings import child_environment
@@ -21,9 +21,9 @@ from router_service import lane
 def service() -> Iterator[Process]:
     process = Process("kv", "kv_service", ["--budget-mb=16", "--max-block-mb=8"], child_environment(PYTHONWARNINGS="error"))
     process.spawn()
-    process.wait_ready(30)
+    process.wait_ready(240)
     yield process
-    process.end(5)
+    process.end(20)
 
 
 @pytest.fixture
@@ -37,13 +37,16 @@ def client(service: Process) -> Iterator[KvClient]:
 def start(start: Callable[..., Engine], request: pytest.FixtureRequest) -> Callable[..., Engine]:
     """Over gRPC; through memory shared with the service, as far as it goes, which is four blocks; or out of the pool itself."""
 
-    def shared(address: str, **how: Any) -> Engine:
+    def shared(address: str, answers: bool = True, **how: Any) -> Engine:
         engine = start(address, shared=4, lend=request.param == "lent", **how)
-        with suppress(AssertionError):  # a service that does not answer
-            until(engine.shares, 0.5)
+        if answers:
+            until(engine.shares)
         return engine
 
-    return start if request.param == "grpc" else shared
+    def plain(address: str, answers: bool = True, **how: Any) -> Engine:
+        return start(address, **how)
+
+    return plain if request.param == "grpc" else shared
 
 
 # A real service
@@ -104,7 +107,7 @@ def test_live_blocks_are_handed_over_again_after_a_restart(
     engine.end(2)  # ends while the service is away: gone with it
     engine.seal(1, 2)
     service.spawn()
-    service.wait_ready(30)
+    service.wait_ready(240)
     until(lambda: engine.status().reconnects == 1)
     until(lambda: client.look_up(engine.keys(1)) == 6)
     assert client.get(engine.keys(1)) == engine.blocks(1)
@@ -117,9 +120,9 @@ def test_live_blocks_are_handed_over_again_after_a_restart(
 
 
 def test_while_the_service_is_away_pages_are_not_held(service: Process, start: Callable[..., Engine]) -> None:
-    service.signal(signal.SIGSTOP)  # connections stay open and nobody answers
+    stop(service)  # connections stay open and nobody answers
     try:
-        engine = start(service.address, budget_blocks=6, transfer_s=0.3)
+        engine = start(service.address, answers=False, budget_blocks=6)
         engine.admit(1, 10)
         assert engine.seal(1, 10) == [True] * 6 + [False] * 4
         until(engine.all_pins_off)
@@ -159,7 +162,7 @@ def test_a_page_that_is_used_again_during_its_copy_is_not_sent(
     def read(page: int, place: object) -> bytes:
         if page == second:
             reading.set()
-            go.wait(10)
+            go.wait(60)
         return engine.memory[page]
 
     engine.gate.clear()
@@ -169,7 +172,7 @@ def test_a_page_that_is_used_again_during_its_copy_is_not_sent(
     keys = engine.keys(1)
     engine.lane._read_block = read
     engine.gate.set()
-    assert reading.wait(5)
+    assert reading.wait(60)
     engine.end(1)
     engine.fill(second, bytes(1000))
     go.set()
@@ -182,7 +185,7 @@ def test_close_sends_what_is_queued(service: Process, client: KvClient, start: C
     engine = start(service.address)
     engine.admit(1, 30)
     engine.seal(1, 30)
-    engine.handover.close(timeout_s=5.0)
+    engine.handover.close(timeout_s=60.0)
     assert client.get(engine.keys(1)) == engine.blocks(1)
     assert engine.handover.offer(2, 0, chain(engine.root, [[1, 2]])[0], 1) is False
 
@@ -207,7 +210,7 @@ def test_a_service_that_stops_over_lent_pages_keeps_neither_them_nor_their_new_b
     until(engine.lends)
     broken = client.stats().broken
     engine.admit(1, 3)
-    service.signal(signal.SIGSTOP)
+    stop(service)
     try:
         assert engine.seal(1, 3) == [True] * 3
         keys, blocks = engine.keys(1), engine.blocks(1)

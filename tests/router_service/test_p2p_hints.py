@@ -94,7 +94,7 @@ def test_a_thread_carries_what_heads_on_a_device_said_of_rows_that_are_no_paddin
         step = hints.now = SimpleNamespace(batch=SimpleNamespace(tokens=ROWS - 1))
         seen = run(heads, seed, cuts)
         for layer in range(LAYERS - 1):
-            assert hints.all.acquire(timeout=5.0), "a hint was not carried"
+            assert hints.all.acquire(timeout=60.0), "a hint was not carried"
             told, source, targets, experts, sure = hints.carried_of[before + layer]
             expected = hints.predict(layer, seen[layer][0][:-1], *choose(seen[layer][1][:-1], *RULE))
             assert (told is step, source, targets) == (True, layer, SPEC.moe_layers[layer + 1 : layer + 3])
@@ -113,14 +113,14 @@ def test_hints_of_a_step_that_is_over_are_not_sent() -> None:
     heads = DeviceHeads(hints, SPEC, torch.device("cpu"))
     heads.ready()
     held = threading.Event()
-    hints.carried = lambda *one: (hints.carried_of.append(one), hints.all.release(), held.wait(5.0))
+    hints.carried = lambda *one: (hints.carried_of.append(one), hints.all.release(), held.wait(60.0))
     run(heads, 1, CUTS[0])
-    assert hints.all.acquire(timeout=5.0)
+    assert hints.all.acquire(timeout=60.0)
     first = hints.now
     hints.now = SimpleNamespace(batch=SimpleNamespace(tokens=ROWS))
     run(heads, 2, CUTS[0])  # overwrites what the thread has not looked at yet
     held.set()
     for _ in range(LAYERS - 1):
-        assert hints.all.acquire(timeout=5.0)
+        assert hints.all.acquire(timeout=60.0)
     heads.close()
     assert [one[0] is first for one in hints.carried_of] == [True, *[False] * (LAYERS - 1)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import until
 
 from expert_worker.control import Holdings
 from forefetch.errors import StaleEpoch
@@ -75,13 +76,6 @@ def controls(monkeypatch: pytest.MonkeyPatch) -> dict[str, ScriptedControl]:
     monkeypatch.setattr(placing, "LOOK_S", 0.01)
     monkeypatch.setattr(reconciler, "SETTLE_S", 0.05)
     return made
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.01)
 
 
 def table(*addresses: str) -> Table:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from kv_rigs import BLOCK, PAGE, Rig, tokens, until
+from kv_rigs import BLOCK, PAGE, Rig, tokens
+from waiting import until
 
 from forefetch.errors import Unavailable
 from forefetch.process import Process
@@ -27,10 +28,10 @@ def services() -> Iterator[list[Process]]:
     for process in processes:
         process.spawn()
     for process in processes:
-        process.wait_ready(60)
+        process.wait_ready(240)
     yield processes
     for process in processes:
-        process.end(5)
+        process.end(20)
 
 
 # Real services
@@ -88,7 +89,7 @@ def test_loaded_blocks_go_to_a_service_that_lost_them(services: list[Process], m
     services[2].end(5)
     until(lambda: not rig.kv.status().up)
     services[2].spawn()
-    services[2].wait_ready(30)
+    services[2].wait_ready(240)
     until(lambda: rig.kv.status().replicas[0].reconnects == 1 and rig.kv.status().blocks_waiting == 0)
     assert rig.loaded(rig.admit(tokens(12))) == 11
 
@@ -140,7 +141,7 @@ def test_several_services_share_and_one_away_costs_its_share_only(services: list
         rig.end(request)
     assert any(cached), cached
     services[1].spawn()
-    services[1].wait_ready(30)
+    services[1].wait_ready(240)
 
 
 def test_sessions_are_spread_over_services_and_one_away_costs_its_own_only(
@@ -161,7 +162,7 @@ def test_sessions_are_spread_over_services_and_one_away_costs_its_own_only(
             with pytest.raises(Unavailable):
                 sessions.claim(name, 1.0)
     services[1].spawn()
-    services[1].wait_ready(30)
+    services[1].wait_ready(240)
 
 
 # Tails of sessions

@@ -12,6 +12,7 @@ import grpc
 import pytest
 import xxhash
 from kv_rigs import PAGE, Rig, page_of, tokens
+from waiting import PATIENCE_S
 
 from forefetch import rpc
 from forefetch.errors import Unavailable
@@ -55,7 +56,7 @@ class Bad(pb_grpc.KvServiceServicer):
                 time.sleep(0.02)
             if index == 2:
                 if self.how == "slow":
-                    self.release.wait(5)
+                    self.release.wait(60)
                 if self.how == "ends":
                     return
                 if self.how == "breaks":
@@ -100,7 +101,7 @@ def bad() -> Iterator[tuple[Bad, str]]:
 def test_what_goes_wrong_is_a_miss(how: str, blocks: int, reason: str, bad: tuple[Bad, str], make: Callable[..., Rig]) -> None:
     servicer, address = bad
     servicer.how = how
-    rig = make([address], timeout_s=0.5 if how == "slow" else 5.0)
+    rig = make([address], timeout_s=0.5 if how == "slow" else PATIENCE_S)
     request = rig.admit(tokens(21))
     assert rig.loaded(request) == (blocks if how != "slow" else request.cached // PAGE) * PAGE
     assert request.cached < 21
@@ -111,7 +112,7 @@ def test_a_service_that_is_away_is_not_waited_for(make: Callable[..., Rig], bad:
     rig = make(["127.0.0.1:9"], away=("127.0.0.1:9",))
     started = time.monotonic()
     assert rig.loaded(rig.admit(tokens(21))) == 0
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < rig.timeout_s / 2
     assert dict(rig.kv.status().prefix_misses) == {"unavailable": 1}
 
 
@@ -136,13 +137,13 @@ def test_that_loading_is_slower_than_computing_is_found_out_by_measuring(
     rig = make([address])
 
     def ask() -> int:
-        """How many blocks of a prompt came; the rest is computed, and both are timed."""
+        """How many blocks of a prompt came; the rest is computed, in a millisecond."""
         request = rig.admit(tokens(21))
         loaded = rig.loaded(request) // PAGE
-        began, plan = time.perf_counter_ns(), rig.scheduler.plan()
+        plan = rig.scheduler.plan()
         assert plan is not None
         rig.compute(request)
-        rig.kv.computed(plan, time.perf_counter_ns() - began)
+        rig.kv.computed(plan, 1_000_000)
         rig.end(request)
         return loaded
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_rigs import PAGE, Rig, page_of, tokens, until
+from kv_rigs import PAGE, Rig, page_of, tokens
+from waiting import until
 
 from forefetch.errors import Unavailable
 from forefetch.process import Process
@@ -33,10 +34,10 @@ def services() -> Iterator[list[str]]:
     for process in processes:
         process.spawn()
     for process in processes:
-        process.wait_ready(60)
+        process.wait_ready(240)
     yield [process.address for process in processes]
     for process in processes:
-        process.end(5)
+        process.end(20)
 
 
 def given_rows(rig: Rig, prompt: list[int]) -> None:

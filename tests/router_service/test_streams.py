@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from waiting import until
 
 from forefetch.errors import ForefetchError, Unavailable
 from router_service.scheduler import Request
-from tests.router_service.test_engine import make_rig, wait_until
+from tests.router_service.test_engine import make_rig
 
 
 class BrokenKv:
@@ -60,7 +61,7 @@ def test_nobody_waits_for_a_thread_that_has_ended() -> None:
     rig.engine.start()
     for name in ("a", "b", "c"):
         assert isinstance(rig.result(name)[1], ForefetchError)
-    wait_until(lambda: not rig.engine.running)
+    until(lambda: not rig.engine.running)
     with pytest.raises(Unavailable):
         rig.submit("d")
     assert not rig.engine.ready

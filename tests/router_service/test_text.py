@@ -89,7 +89,7 @@ def streamed(text: Text, ids: list[int], stops: list[str]) -> tuple[list[str], s
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_the_pieces_add_up_to_decode(texts: dict[str, tuple[Text, int]], name: str, data: st.DataObject) -> None:
     text, size = texts[name]
@@ -101,7 +101,7 @@ def test_the_pieces_add_up_to_decode(texts: dict[str, tuple[Text, int]], name: s
         piece.encode("utf-8")  # no lone surrogate
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(runs=st.lists(st.one_of(st.binary(max_size=5), st.text(max_size=4).map(str.encode)), max_size=8))
 def test_only_an_open_character_is_held_back(texts: dict[str, tuple[Text, int]], runs: list[bytes]) -> None:
     """One token per byte, broken and whole characters mixed."""
@@ -128,7 +128,7 @@ def expected(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 @pytest.mark.parametrize("name", ["byte-level", "llama"])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_stop_strings_are_exact_across_token_borders(
     texts: dict[str, tuple[Text, int]], name: str, data: st.DataObject

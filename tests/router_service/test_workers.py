@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import waiting
 
 from forefetch.families import read_spec
 from forefetch.shapes import synthetic_config
@@ -53,11 +54,8 @@ class World:
 
 
 def until(workers: Workers, condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        workers.refresh()
-        time.sleep(0.005)
+    """While steps go by."""
+    waiting.until(lambda: condition() or workers.refresh(), every=0.005)
 
 
 def table(world: World, room: int = 4) -> Workers:
@@ -158,7 +156,4 @@ def test_threads_end_with_the_table() -> None:
     workers.want([Endpoint("a:1"), Endpoint("b:1")])
     workers.refresh()
     workers.close()
-    end = time.monotonic() + 10
-    while any(thread.name.startswith("connect-") for thread in threading.enumerate()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    waiting.until(lambda: not any(thread.name.startswith("connect-") for thread in threading.enumerate()))

@@ -118,7 +118,7 @@ def test_logprobs_without_json_are_wrong_usage(router: Speaker, capsys: pytest.C
 
 def test_a_deadline_is_one_line(router: Speaker, capsys: pytest.CaptureFixture[str]) -> None:
     router.stuck = True
-    assert cli.main(["generate", "--address", router.address, "--timeout", "0.3", "x"]) == 1
+    assert cli.main(["generate", "--address", router.address, "--timeout", "2", "x"]) == 1
     captured = capsys.readouterr()
     assert captured.out == "Ein Bär 🙂!\n", "what came is shown"
     assert captured.err.startswith("forefetch: error: ")
@@ -133,13 +133,13 @@ def test_ctrl_c_is_quiet_and_cancels(router: Speaker) -> None:
         assert process.stdout
         assert process.stdout.read(3) == b"Ein"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err == b""
 
 
 def test_a_reader_that_goes_away_is_quiet(router: Speaker) -> None:
     command = f"{sys.executable} -m forefetch.cli generate --json --address {router.address} x | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=240, check=False)
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr

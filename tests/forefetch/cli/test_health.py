@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import threading
-import time
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -61,9 +60,7 @@ def test_one_that_is_not_ready_is_status_1(served: Served, capsys: pytest.Captur
 def test_waiting_ends_when_it_becomes_ready(served: Served) -> None:
     served.say(readiness=False)
     threading.Timer(0.3, served.say, kwargs={"readiness": True}).start()
-    began = time.monotonic()
-    assert run("--address", served.address, "--wait", "20") == 0
-    assert time.monotonic() - began < 10
+    assert run("--address", served.address, "--wait", "60") == 0
 
 
 def test_nobody_there() -> None:

@@ -19,7 +19,7 @@ from forefetch.version import VERSION
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "forefetch.cli", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_the_installed_command_prints_its_version() -> None:

@@ -19,7 +19,7 @@ def scrape(registry: CollectorRegistry) -> dict[tuple[str, frozenset[tuple[str, 
     server = metrics.start_http("127.0.0.1:0", registry)
     assert server is not None
     try:
-        with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=60) as answer:
             text = answer.read().decode()
     finally:
         server.close()
