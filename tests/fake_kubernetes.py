@@ -205,11 +205,9 @@ class _Handler(BaseHTTPRequestHandler):
             fake.open += 1
             fake.changed.notify_all()
         try:
-            while time.monotonic() < until:
-                if not self._some(query, seen, cuts):
+            while time.monotonic() < until or self._muted():
+                if (seen := self._some(query, seen, cuts)) < 0:
                     return
-                with fake.changed:
-                    seen = fake.version
             self._chunk(b"")
         except OSError:
             self.close_connection = True
@@ -217,13 +215,14 @@ class _Handler(BaseHTTPRequestHandler):
             with fake.changed:
                 fake.open -= 1
 
-    def _some(self, query: dict[str, str], seen: int, cuts: int) -> bool:
-        """Sends what is new, or a bookmark after a while. False when the watch was cut."""
+    def _some(self, query: dict[str, str], seen: int, cuts: int) -> int:
+        """Sends what is new, or a bookmark after a while; the version up to which everything is sent. -1: the watch was cut."""
         fake = self.kubernetes
-        while self.number <= fake.muted and fake._server is not None:
-            time.sleep(0.05)
         with fake.changed:
             fake.changed.wait_for(lambda: fake.version > seen or fake.cuts > cuts, fake.bookmark_s)
+        while self._muted():
+            time.sleep(0.05)
+        with fake.changed:
             news = [(kind, thing) for version, kind, thing in fake.log if version > seen]
             version, cut = fake.version, fake.cuts > cuts
         while fake.frozen.is_set():
@@ -232,13 +231,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._chunk(b'{"type": "MODIFIED", "obj', last=False)
             self.close_connection = True
             self.connection.close()
-            return False
+            return -1
         for kind, thing in news:
             if self._chosen(query, thing):
                 self._line({"type": kind, "object": thing})
         if not news:
             self._line({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(version)}}})
-        return True
+        return version
+
+    def _muted(self) -> bool:
+        return self.number <= self.kubernetes.muted and self.kubernetes._server is not None
 
     def _line(self, value: Json) -> None:
         self._chunk(json.dumps(value).encode() + b"\n")

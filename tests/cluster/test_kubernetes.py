@@ -96,6 +96,7 @@ def test_the_router_that_plans_is_killed(fleet: Fleet, expected: list[int]) -> N
     until(lambda: serves(second, 3))
     assert fleet.kubernetes.leases["experts-planner"]["spec"]["leaseTransitions"] == 2
     load.finish()
+    until(lambda: sum(len(fleet.held(name)) for name in ("w0", "w1", "w2")) == len(ALL), every=0.2)  # nothing moves any more
     before = fleet.held("w0")
     with pytest.raises(grpc.RpcError) as caught:
         fleet.place("w0", {}, epoch=1)
