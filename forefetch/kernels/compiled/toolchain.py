@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 from numba import njit
 
+from forefetch.kernels.compiled.kept import Kept
 from forefetch.kernels.compiled.parts import Whole
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -58,12 +60,10 @@ def entry(part: F) -> F:
     numba_part: Any = part
     options = {name: numba_part.targetoptions[name] for name in ("nogil", "error_model", "fastmath")}
     how = {**options, "no_cfunc_wrapper": True, "pipeline_class": Whole}
-    function = numba_part.py_func
-    try:
-        made: F = njit(cache=True, **how)(function)
-    except RuntimeError:  # no folder to keep machine code in
-        made = njit(**how)(function)
-    return made
+    made: Any = njit(**how)(numba_part.py_func)
+    with suppress(RuntimeError):  # no folder to keep machine code in
+        made._cache = Kept(numba_part.py_func)
+    return cast(F, made)
 
 
 @compiled()
