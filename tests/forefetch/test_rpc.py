@@ -153,7 +153,7 @@ def test_a_silent_stream_survives_many_pings(monkeypatch: pytest.MonkeyPatch) ->
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(4) as pool:
         stubs = []
         for options in (right, wrong):
-            monkeypatch.setattr(servers, "server_options", lambda options=options: options)
+            monkeypatch.setattr(servers, "server_options", lambda *_, options=options: options)
             running = [stack.enter_context(serving(kind)) for kind in ("sync", "aio")]
             stubs += [stack.enter_context(server.stub()) for server in running]
         outcomes = list(pool.map(outcome, stubs, (2.7, 2.7, 50.0, 50.0)))
