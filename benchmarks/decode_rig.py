@@ -32,6 +32,7 @@ from router_service.captured import Recorder as GraphRecorder
 from router_service.engine import Engine
 from router_service.flight import Parts
 from router_service.layouts import LayoutBuffers
+from router_service.outgoing import Outgoing
 from router_service.pages import PagePool
 from router_service.recorder import Recorder
 from router_service.scheduler import Request, Scheduler
@@ -156,7 +157,7 @@ class Rig:
                 sink.append((time.perf_counter_ns(), any(key == INTRUDER for key, _ in events)))
 
         parts = Parts(model, buffers, NoWorkers(), Workers(), scheduler, recorder)  # type: ignore[arg-type]
-        engine = Engine(parts, deliver, worker_grace_s=1.0)
+        engine = Engine(parts, Outgoing(deliver), worker_grace_s=1.0)
         self._requests(engine, batch, context, steps)
         return engine
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from google.protobuf.message import Message
@@ -96,19 +97,31 @@ def event(response: router_pb2.GenerateResponse, at_ms: float) -> Event:
         token_id=token.token_id,
         text=token.text,
         at_ms=at_ms,
-        timings=_timings(token.timings),
+        timings=_timings(token.timings.SerializeToString()),
         logprob=token.logprob.logprob if token.HasField("logprob") else None,
         top_logprobs=tuple((other.token_id, other.logprob) for other in token.top_logprobs),
     )
 
 
-_PARTS = ("total", "attention", "gate", "link", "expert", "copy_wait", "queue", "combine", "sampling")
-_LOOKAHEAD = ("lookahead", "lookahead_hidden")
-
-
-def _timings(message: router_pb2.StepTimings) -> StepTimings:
-    parts = {f"{part}_ms": getattr(message, f"{part}_ns") / 1e6 for part in (*_PARTS, *_LOOKAHEAD)}
-    return StepTimings(**parts, batch=message.batch, tokens=message.tokens)
+@lru_cache(maxsize=8)
+def _timings(told: bytes) -> StepTimings:
+    """Of a serialised StepTimings: streams of one batch all tell the same, so most have been made before."""
+    message = router_pb2.StepTimings.FromString(told)
+    return StepTimings(
+        total_ms=message.total_ns / 1e6,
+        attention_ms=message.attention_ns / 1e6,
+        gate_ms=message.gate_ns / 1e6,
+        link_ms=message.link_ns / 1e6,
+        expert_ms=message.expert_ns / 1e6,
+        copy_wait_ms=message.copy_wait_ns / 1e6,
+        queue_ms=message.queue_ns / 1e6,
+        combine_ms=message.combine_ns / 1e6,
+        sampling_ms=message.sampling_ns / 1e6,
+        batch=message.batch,
+        tokens=message.tokens,
+        lookahead_ms=message.lookahead_ns / 1e6,
+        lookahead_hidden_ms=message.lookahead_hidden_ns / 1e6,
+    )
 
 
 def _finish(message: router_pb2.FinishEvent) -> Finish:

@@ -7,6 +7,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from router_service.callers import Callers
 from router_service.config import RouterConfig
 from router_service.engine import Engine
 from router_service.flight import Parts
+from router_service.outgoing import Outgoing
 from router_service.p2p import LaneTrunk
 from router_service.placing import Placing, planned_list
 from router_service.recorder import Recorder
@@ -57,7 +59,7 @@ async def serve(config: RouterConfig) -> None:
     kv = build.kv(*kv_parts) if config.kv else None
     hints = build.hints(config, trunk, checkpoint.digest, dispatch)
     parts = Parts(trunk, build.buffers(config, sizes, placement), dispatch, dispatch.workers, scheduler, recorder, kv, hints)
-    engine = Engine(parts, Deliverer(asyncio.get_running_loop()), config.worker_grace_s)
+    engine = Engine(parts, Outgoing(Deliverer(asyncio.get_running_loop())), config.worker_grace_s)
     shown = (config, spec, checkpoint.digest, placement, limits, scheduler)
     status = Status(*shown, dispatch.workers, recorder.metrics, kv, hints, recorder.ring)
     recorder.metrics.export(status.stats)
@@ -82,7 +84,8 @@ async def serve(config: RouterConfig) -> None:
     try:
         with _followed(config, dispatch.workers):
             await asyncio.to_thread(dispatch.workers.wait_complete, config.start_timeout_s)
-            parts.trunk = await asyncio.to_thread(models.model, trunk, parts.buffers, dispatch.workers, config, hints)
+            made = partial(models.model, trunk, parts.buffers, dispatch.workers, config, hints, engine.outgoing)
+            parts.trunk = await asyncio.to_thread(made)
             gc.collect()
             gc.freeze()  # what is loaded stays: a full collection would walk 200,000 objects, 80 ms in which no step moves
             engine.start()

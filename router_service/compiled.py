@@ -7,7 +7,7 @@ streams are served meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
@@ -84,6 +84,8 @@ class CompiledTrunk:
         self._mlp = mlp_of(trunk, max_rows)
         self._times: Longs = np.zeros((trunk.spec.layers, step.TIMES), dtype=np.int64)
         self._logits: Floats = np.zeros((max_rows, padded(trunk.spec.vocab_size)), dtype=np.float32)
+        self.computing: Callable[[], None] = lambda: None
+        """Called in each step when what follows computes, as far as possible without the GIL."""
 
     def warm_up(self, observed: bool) -> None:
         """Compiles what steps will call, or reads it from where it was kept, so that no request waits for it: steps of no rows.
@@ -107,7 +109,10 @@ class CompiledTrunk:
     def forward(self, batch: StepBatch, experts: Experts, stamps: StepStamps, observer: Observer | None = None) -> Tensor:
         """As Trunk.forward. Logits are valid until the next one."""
         count = len(batch.token_ids)
-        if batch.decodes < count or count > self.max_rows:
+        fits, whole = count <= min(batch.decodes, self.max_rows), self._local is not None and observer is None
+        if not (fits and whole):
+            self.computing()
+        if not fits:
             self._still()
             return self.trunk.forward(batch, experts, stamps, observer)
         front = Front(self, batch)
@@ -117,6 +122,7 @@ class CompiledTrunk:
             self._still()
             return self.trunk.forward(batch, experts, stamps, observer, front)
         self.buffers.x[:count] = self.trunk.embedded(batch).numpy()
+        self.computing()
         self._layers(front.rows, batch.step)
         self._rows = count
         self._stamp(stamps, self._local, count)

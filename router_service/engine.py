@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
@@ -21,6 +20,7 @@ from forefetch.telemetry.ring import Timings
 from router_service.answer import Answer, Delivery
 from router_service.finite import NotFinite
 from router_service.flight import Flight, Parts, launch
+from router_service.outgoing import Outgoing
 from router_service.sampling import Sampled
 from router_service.scheduler import Plan, Request
 from router_service.streams import Streams
@@ -35,10 +35,10 @@ ENDED = "the router has failed and will be restarted"
 
 @dataclass
 class Engine:
-    """`deliver` hands a step's events to the streams; it is called from the engine's thread and must not block."""
+    """`outgoing` hands a step's events to the streams; it is called from the engine's thread and must not block."""
 
     parts: Parts
-    deliver: Callable[[list[Delivery]], None]
+    outgoing: Outgoing
     worker_grace_s: float
     _streams: Streams = field(init=False)
     _wake: threading.Event = field(default_factory=threading.Event)
@@ -52,7 +52,7 @@ class Engine:
     _thread: threading.Thread | None = None
 
     def __post_init__(self) -> None:
-        self._streams = Streams(self.parts, self.deliver)
+        self._streams = Streams(self.parts, self.outgoing)
 
     # ---- the API's side: any thread ----
 
@@ -165,6 +165,7 @@ class Engine:
             flight.commit(self.parts.trunk.cache)
         plan, flying = self._schedule(), len(self._flights)
         launched = plan is not None and self._launch(plan)
+        self.outgoing.release()  # what nothing computed for
         keep = 1 if launched and self._flights[-1].ahead else 0
         while len(self._flights) > keep:
             try:
@@ -276,7 +277,7 @@ class Engine:
         for row, chunk in enumerate(choosing):
             if chunk.request not in dropped and chunk.request not in bad:
                 deliveries += self._streams.token(chunk.request, sampled, row, timings)
-        self.deliver(deliveries)
+        self.outgoing.add(deliveries)
 
     def _abandon(self) -> None:
         """After a defect, with all requests ended: what is in flight is waited for and counts nothing."""

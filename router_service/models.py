@@ -17,6 +17,7 @@ from router_service.captured import CapturedTrunk
 from router_service.config import RouterConfig
 from router_service.hints import Hints
 from router_service.layouts import LayoutBuffers
+from router_service.outgoing import Outgoing
 from router_service.p2p import Attached, LaneTrunk, Opener
 from router_service.p2p_decoder import LaneExperts, step_shape
 from router_service.p2p_hints import DeviceHeads, HostHeads
@@ -30,7 +31,9 @@ LANE_OPENS_S = 120.0
 """How long opening a p2p lane may take: the worker records its side of every step meanwhile."""
 
 
-def model(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterConfig, hints: Hints | None) -> Model:
+def model(
+    trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterConfig, hints: Hints | None, outgoing: Outgoing
+) -> Model:
     """The trunk, its decode steps by the fastest way there is for its device."""
     if not trunk.embedding.is_cpu or isinstance(buffers, LayoutBuffers):
         return captured(trunk, buffers, workers, config, hints)
@@ -44,6 +47,8 @@ def model(trunk: Trunk, buffers: StepBuffers, workers: Workers, config: RouterCo
     experts = expert.whole_of(workers.rows[0].link) if len(workers.rows) == 1 else None
     local = Local(workers.rows[0], experts) if experts else None
     fast = CompiledTrunk(trunk, config.max_batch, workers, local, config.halves(), hints)
+    if local:
+        fast.computing = outgoing.until_computing()
     with rpc.loading("compiled kernels") as on_progress:
         fast.warm_up(observed=config.hints not in {"auto", "off"})
         on_progress(1, 1)

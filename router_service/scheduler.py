@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from forefetch.errors import Cancelled, DeadlineExceeded, ForefetchError, Overloaded
 from router_service.admission import Admitted
@@ -117,7 +118,7 @@ class Plan:
     decodes: tuple[Chunk, ...]
     prefills: tuple[Chunk, ...]
 
-    @property
+    @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """All chunks in row order."""
         return self.decodes + self.prefills
@@ -127,7 +128,7 @@ class Plan:
         """Rows of the step."""
         return len(self.decodes) + sum(chunk.count for chunk in self.prefills)
 
-    @property
+    @cached_property
     def choosing(self) -> tuple[Chunk, ...]:
         """The chunks that choose a token, in row order."""
         return tuple(chunk for chunk in self.chunks if chunk.samples)
@@ -208,15 +209,19 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """The next step, or None when nothing runs."""
         decodes, prefills, left = [], [], self.max_step_tokens
-        ready = [request for request in self.running if not request.loading and not request.spent]
-        for request in ready:
+        prompts = []
+        for request in self.running:
+            if request.loading or request.spent:
+                continue
             if request.decoding:
                 decodes.append(Chunk(request, request.computed, 1))
+            else:
+                prompts.append(request)
         left -= len(decodes)
         if decodes and self.prompt_rows:
             left = min(left, self.prompt_rows)
-        for request in ready:
-            if not request.decoding and left > 0:
+        for request in prompts:
+            if left > 0:
                 remaining = len(request.tokens) - request.computed
                 count = self._reach(request, min(left, remaining))
                 prefills.append(Chunk(request, request.computed, count, samples=count == remaining))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from time import monotonic, perf_counter_ns
 from typing import Any
 
@@ -15,10 +14,9 @@ from forefetch.errors import BadRequest, ForefetchError
 from forefetch.rpc import aio_handler
 from forefetch.rpc.auth import Authenticator
 from forefetch.telemetry import names
-from forefetch.telemetry.book import timings_message
 from forefetch.telemetry.context import from_metadata
 from forefetch.v1 import router_pb2, router_pb2_grpc
-from router_service.answer import Answer, Delivery, Event, FinishOut, TokenOut
+from router_service.answer import Answer, Delivery, FinishOut, TokenOut
 from router_service.asking import Reader
 from router_service.callers import Callers
 from router_service.conversations import Conversations, Opened
@@ -27,15 +25,9 @@ from router_service.live import Live
 from router_service.recorder import Recorder
 from router_service.scheduler import Request
 from router_service.status import Status
+from router_service.told import Sink, TokenBytes
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-@dataclass(eq=False)
-class Sink:
-    """Where one stream's events arrive, in its event loop."""
-
-    events: asyncio.Queue[Event]
 
 
 class Deliverer:
@@ -52,7 +44,7 @@ class Deliverer:
     @staticmethod
     def _fan_out(deliveries: list[Delivery]) -> None:
         for sink, event in deliveries:
-            sink.events.put_nowait(event)
+            sink.put(event)
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
@@ -70,12 +62,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> None:
         self._engine, self._reader, self._conversations = engine, reader, conversations
         self._recorder, self._status, self._auth, self._callers = recorder, status, auth, callers
-        self._keys = itertools.count(1)
+        self._keys, self._token_bytes = itertools.count(1), TokenBytes()
 
     @aio_handler
-    async def Generate(
+    async def Generate(  # type: ignore[override]  # a token's message comes as its bytes: rpc's `Parsing` takes both
         self, request: router_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[router_pb2.GenerateResponse]:
+    ) -> AsyncIterator[router_pb2.GenerateResponse | bytes]:
         """See router.proto."""
         tenant = self._auth.tenant(context)
         with self._callers.one(context) as caller:
@@ -120,12 +112,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """Hands a request to the engine, unless the tokens that it came with are the whole answer. They come first."""
         reader = self._reader
         answer = Answer(request, reader.text.stream(request.admitted.stop_strings) if reader.text else None)
-        sink = Sink(asyncio.Queue())
+        sink = Sink()
         events, finish = answer.replay()
         for event in events:
-            sink.events.put_nowait(event)
+            sink.put(event)
         if finish is not None:
-            sink.events.put_nowait(finish)
+            sink.put(finish)
             self._recorder.finished(request, "OK", finish.reason)
         else:
             self._engine.submit(answer, sink)
@@ -133,15 +125,15 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def _messages(
         self, request: Request, sink: Sink, arrival: int, opened: Opened, live: Live | None
-    ) -> AsyncIterator[router_pb2.GenerateResponse]:
+    ) -> AsyncIterator[router_pb2.GenerateResponse | bytes]:
         """Tokens, then the finish; raises the error that ended the request instead."""
         first = 0
         while True:
-            event = await sink.events.get()
+            event = await sink.get()
             if isinstance(event, TokenOut):
                 if event.index >= opened.next_index:
                     first = first or perf_counter_ns() - arrival
-                    yield router_pb2.GenerateResponse(token=_token(event))
+                    yield self._token_bytes(event)
             elif isinstance(event, FinishOut):
                 finish = self._finish(event, request, first, perf_counter_ns() - arrival)
                 if live is not None:
@@ -196,13 +188,3 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         if not request.request_id:
             raise BadRequest("request_id", "is empty; name the request")
         return await asyncio.to_thread(self._recorder.trace, request.request_id, tenant)
-
-
-def _token(event: TokenOut) -> router_pb2.TokenEvent:
-    message = router_pb2.TokenEvent(
-        index=event.index, token_id=event.token_id, text=event.text, timings=timings_message(event.timings)
-    )
-    if event.logprob is not None:
-        message.logprob.token_id, message.logprob.logprob = event.token_id, event.logprob
-        message.top_logprobs.extend(router_pb2.TokenLogprob(token_id=i, logprob=p) for i, p in event.tops)
-    return message

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -13,6 +12,7 @@ from forefetch.errors import ForefetchError
 from forefetch.telemetry.ring import Timings
 from router_service.answer import Answer, Delivery
 from router_service.flight import Parts
+from router_service.outgoing import Outgoing
 from router_service.sampling import Sampled
 from router_service.scheduler import Request
 
@@ -28,12 +28,12 @@ class Stream:
 
 
 class Streams:
-    """`lock` guards which requests there are, here and in the scheduler. `deliver`: see Engine."""
+    """`lock` guards which requests there are, here and in the scheduler. `outgoing`: see Engine."""
 
-    def __init__(self, parts: Parts, deliver: Callable[[list[Delivery]], None]) -> None:
+    def __init__(self, parts: Parts, outgoing: Outgoing) -> None:
         self.lock = threading.Lock()
         self.open: dict[Request, Stream] = {}
-        self._parts, self._deliver = parts, deliver
+        self._parts, self._outgoing = parts, outgoing
 
     def __contains__(self, request: Request) -> bool:
         return request in self.open
@@ -66,20 +66,22 @@ class Streams:
                 self._forget(request, remove)
                 self._parts.recorder.finished(request, error.code)
         finally:
-            self._deliver(deliveries)
+            self._outgoing.add(deliveries)
 
     def end_all(self, error: ForefetchError) -> None:
         """All of them end in this error."""
         with self.lock:
             left = list(self.open)
         self.end([(request, error) for request in left], remove=True)
+        self._outgoing.release()
 
     def give_up(self, error: ForefetchError) -> None:
         """`end_all` when nothing else may be relied upon: streams are told, and that is all."""
         with self.lock:
             left: list[Delivery] = [(stream.sink, error) for stream in self.open.values()]
             self.open.clear()
-        self._deliver(left)
+        self._outgoing.add(left)
+        self._outgoing.release()
 
     def _forget(self, request: Request, remove: bool = True) -> None:
         with self.lock:

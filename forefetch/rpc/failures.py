@@ -205,6 +205,7 @@ def _check_parsed(request: Any) -> None:
 
 class Parsing(grpc.aio.ServerInterceptor):
     """Bytes that are no message end in BadRequest. grpc.aio by itself shows the parser's exception to the caller, as UNKNOWN.
+    A reply may be a message, or its bytes already.
 
     For unary requests to our own services, whose handlers are all wrapped by `aio_handler`.
     """
@@ -214,7 +215,7 @@ class Parsing(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or handler.request_streaming or not details.method.startswith("/forefetch."):
             return handler
-        parse = handler.request_deserializer
+        parse, serialise = handler.request_deserializer, handler.response_serializer
 
         def tolerant(data: bytes) -> Any:
             try:
@@ -222,4 +223,7 @@ class Parsing(grpc.aio.ServerInterceptor):
             except DecodeError:
                 return _Unparsed()
 
-        return handler._replace(request_deserializer=tolerant)
+        def once(reply: Any) -> bytes:
+            return reply if isinstance(reply, bytes) else cast(bytes, serialise(reply))
+
+        return handler._replace(request_deserializer=tolerant, response_serializer=once)

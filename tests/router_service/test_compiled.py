@@ -65,6 +65,15 @@ def test_a_rounded_trunk_is_compiled_as_it_is_written(checkpoint: Callable[[str]
 
 
 @pytest.mark.parametrize("whole", [False, True])
+def test_every_step_says_once_that_it_computes(whole: bool, checkpoint: Callable[[str], Path]) -> None:
+    rig = CompiledRig(checkpoint("qwen3"), whole=whole)
+    said: list[None] = []
+    rig.trunk.computing = lambda: said.append(None)  # type: ignore[attr-defined]
+    rig.add(CASES["qwen3"].prompt, max_tokens=4)
+    assert len(list(iter(rig.step, None))) == len(said) == 4, "a prompt's step, which is not compiled, and three that are"
+
+
+@pytest.mark.parametrize("whole", [False, True])
 def test_answers_do_not_depend_on_the_batch(whole: bool, checkpoint: Callable[[str], Path]) -> None:
     case = next(iter(CASES))
     prompts = [CASES[case].prompt[:n] for n in (3, 17, 8, 9, 23, 1)]

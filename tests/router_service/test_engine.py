@@ -36,6 +36,7 @@ from router_service.batch import StepBatch, StepBuffers
 from router_service.engine import Engine
 from router_service.finite import NotFinite
 from router_service.flight import Parts
+from router_service.outgoing import Outgoing
 from router_service.pages import PagePool
 from router_service.recorder import Recorder
 from router_service.scheduler import Request, Scheduler
@@ -157,7 +158,7 @@ def make_rig(*, ahead: bool, deliver: Callable[[list[Delivery]], None] | None = 
     trunk.gate.set()
     made = Rig(None, trunk, workers, scheduler)  # type: ignore[arg-type]
     parts = Parts(trunk, buffers, FakeDispatch(), workers, scheduler, recorder)  # type: ignore[arg-type]
-    made.engine = Engine(parts, deliver or made.deliver, worker_grace_s=PATIENCE_S)
+    made.engine = Engine(parts, Outgoing(deliver or made.deliver), worker_grace_s=PATIENCE_S)
     return made
 
 
