@@ -61,12 +61,14 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "asking",
         "callers",
         "conversations",
+        "told",
     ),
     "device": (
         *(
             "engine",
             "streams",
             "finite",
+            "outgoing",
             "flight",
             "trunk",
             "decoder",
