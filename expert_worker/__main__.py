@@ -39,6 +39,7 @@ def serve(config: ExpertConfig) -> None:
             core = Loader(config).core(on_progress)
         if config.placed:
             service.placer = Placer(core)
+        rpc.settle()
         service.core = core
         server.run()
     except UnsupportedModel as error:

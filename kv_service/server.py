@@ -277,6 +277,7 @@ def serve(config: KvConfig) -> None:
             busy=lambda: servicer.busy,
             registry=_registry(servicer, exporter) if config.metrics_listen else None,
         )
+        rpc.settle()
         server.run()
     finally:
         servicer.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,8 +85,7 @@ async def serve(config: RouterConfig) -> None:
             await asyncio.to_thread(dispatch.workers.wait_complete, config.start_timeout_s)
             made = partial(models.model, trunk, parts.buffers, dispatch.workers, config, hints, engine.outgoing)
             parts.trunk = await asyncio.to_thread(made)
-            gc.collect()
-            gc.freeze()  # what is loaded stays: a full collection would walk 200,000 objects, 80 ms in which no step moves
+            rpc.settle()
             engine.start()
             await server.run()
             await asyncio.to_thread(engine.stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import signal
@@ -28,6 +29,12 @@ def setup_logging(level: str) -> None:
 def announce(address: str, metrics: str = "", **more: Any) -> None:
     """Prints the line that whoever started this process waits for."""
     print(json.dumps({"event": "ready", "address": address, "metrics": metrics, **more}), flush=True)
+
+
+def settle() -> None:
+    """What is loaded stays: a full collection would walk some 200,000 objects, 80 to 200 ms in which no call is answered."""
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager
