@@ -148,11 +148,12 @@ class Client:
         timeout: float,
     ) -> R:
         """A call that changes nothing, to the first router that is there."""
-        at_most = _left(timeout, perf_counter())
+        started = perf_counter()
         for left in reversed(range(len(self._addresses))):
             try:
                 with _our_errors():
-                    return await method(self._stub)(request, timeout=at_most, metadata=_metadata() + self._bearer)
+                    metadata = _metadata() + self._bearer
+                    return await method(self._stub)(request, timeout=_left(timeout, started), metadata=metadata)
             except Unavailable:
                 if not left:
                     raise
@@ -242,11 +243,11 @@ class SyncClient:
         self, method: Callable[[router_pb2_grpc.RouterServiceStub], Callable[..., R]], request: Message, timeout: float
     ) -> R:
         """See `Client._call`."""
-        at_most = _left(timeout, perf_counter())
+        started = perf_counter()
         for left in reversed(range(len(self._addresses))):
             try:
                 with _our_errors():
-                    return method(self._stub)(request, timeout=at_most, metadata=_metadata() + self._bearer)
+                    return method(self._stub)(request, timeout=_left(timeout, started), metadata=_metadata() + self._bearer)
             except Unavailable:
                 if not left:
                     raise

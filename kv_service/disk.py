@@ -104,13 +104,12 @@ def open_env(
         raise ConfigError(f"--dir: cannot be used: {error}") from None
 
 
-def set_aside(folder: Path) -> bool:
+def set_aside(folder: Path) -> None:
     """Renames a damaged file's folder to `folder`.damaged, in the place of an earlier one."""
     aside = folder.with_name(folder.name + ".damaged")
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
     _log.error("%s is damaged; it is set aside and an empty one takes its place", folder.name)
-    return True
 
 
 def _loads(env: lmdb.Environment, folder: Path, load: Callable[[lmdb.Environment], None]) -> bool:
