@@ -133,12 +133,14 @@ def test_a_service_that_hangs_costs_no_more_than_the_bound(
     router.close()
 
 
-def test_a_request_cancelled_while_its_prefix_is_fetched_leaves_nothing(cold: Cluster, routers: tuple[Router, Router]) -> None:
-    _, warm = routers
+def test_a_request_cancelled_while_its_prefix_is_fetched_leaves_nothing(
+    cold: Cluster, routers: tuple[Router, Router], oracle: Callable[[str], Oracle]
+) -> None:
+    (_, warm), prompt = routers, [103, *PROMPT[:100]]
     kv = cold.processes["kv"]
     stop(kv)
     try:
-        stream = Background(warm, [103, *PROMPT[:100]], N)
+        stream = Background(warm, prompt, N)
         until(lambda: warm.stats().running == 1)
         stream.call.cancel()
         stream.done()
@@ -147,6 +149,7 @@ def test_a_request_cancelled_while_its_prefix_is_fetched_leaves_nothing(cold: Cl
         kv.signal(signal.SIGCONT)
     until(lambda: warm.stats().pages_used == 0)
     until(lambda: warm.stats().kv.up)
+    assert warm.generate(prompt, N).tokens == oracle(CASE).greedy(prompt, N)
 
 
 @pytest.mark.parametrize("change", ["--page-size=8", "--kv-format=float16"])

@@ -285,6 +285,7 @@ def test_a_full_worker_makes_room_first(core: Core, placer: Placer) -> None:
     until(lambda: placer.loaded == PLACES)
     placer.command(1, "a", [*spec_experts[1:], (0, 7)])
     until(lambda: core.info.layers.get(0) == (0, 1, 2, 3, 7))
+    assert (placer.loaded, placer.unloaded) == (PLACES + 1, 1)
     answer(core, call(core, 0, [7]))
 
 

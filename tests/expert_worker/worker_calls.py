@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from expert_worker import client
+from expert_worker.links import Link
 from forefetch import shm
 from forefetch.spec import ModelSpec
 from forefetch.weights import Checkpoint
@@ -50,3 +51,12 @@ class Model:
             "timeout_s": 60.0,
         }
         return client.connect(address, link=link, **{**agreed, **changes})
+
+
+def check(link: Link, model: Model, call: LayerCall) -> None:
+    """The link's answer to a call is the model's."""
+    link.submit(call)
+    reply = link.collect(60.0)
+    torch.testing.assert_close(reply.rows, model.answer(call), rtol=1e-5, atol=1e-5)
+    assert reply.rows.dtype == call.x.dtype
+    assert 0 < reply.compute_ns < reply.round_trip_ns

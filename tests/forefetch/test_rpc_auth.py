@@ -183,4 +183,5 @@ def test_settings_that_would_let_strangers_in(settings: dict[str, str], message:
     ],
 )
 def test_settings_that_do_not(settings: dict[str, Any]) -> None:
-    build(AuthConfig, settings, {})
+    built = build(AuthConfig, settings, {})
+    assert (built.allow_plaintext, built.auth_tokens) == ("allow_plaintext" in settings, settings.get("auth_tokens", ""))

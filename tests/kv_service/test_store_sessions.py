@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,34 +98,37 @@ OPS = st.lists(
 )
 
 
-@given(OPS)
-@settings(max_examples=40)
-def test_restarts_change_nothing(ops: list[Any]) -> None:
-    compact, session_log.COMPACT_BYTES = session_log.COMPACT_BYTES, 100  # so that logs are replaced by snapshots now and then
+@contextmanager
+def often_compacted() -> Iterator[Path]:
+    """A folder for logs that are replaced by snapshots now and then."""
+    compact, session_log.COMPACT_BYTES = session_log.COMPACT_BYTES, 100
     try:
         with tempfile.TemporaryDirectory() as folder:
-            _compare(ops, Path(folder))
+            yield Path(folder)
     finally:
         session_log.COMPACT_BYTES = compact
 
 
-def _compare(ops: list[Any], folder: Path) -> None:
-    plain, logged = SessionLogs(1 << 20, 1e9), SessionLogs(1 << 20, 1e9, folder)
-    for op in ops:
-        if op[0] == "restart":
-            logged.close()
-            size, logged = logged.bytes, SessionLogs(1 << 20, 1e9, folder)
-            assert (logged.damaged, logged.bytes) == (0, size)
-        elif op[0] == "claim":
-            assert plain.get(bytes(16), op[1], claim=True) == logged.get(bytes(16), op[1], claim=True)
-        else:
-            epoch, *rest = op[2]
-            record = _wire(op[1], epoch, record_of(*rest))
-            verdicts = [[verdict for verdict, _ in logs.append(bytes(16), [record])] for logs in (plain, logged)]
-            assert verdicts[0] == verdicts[1]
-    for name in ("a", "b"):
-        assert _get(plain, name) == _get(logged, name)
-    logged.close()
+@given(OPS)
+@settings(max_examples=40)
+def test_restarts_change_nothing(ops: list[Any]) -> None:
+    with often_compacted() as folder:
+        plain, logged = SessionLogs(1 << 20, 1e9), SessionLogs(1 << 20, 1e9, folder)
+        for op in ops:
+            if op[0] == "restart":
+                logged.close()
+                size, logged = logged.bytes, SessionLogs(1 << 20, 1e9, folder)
+                assert (logged.damaged, logged.bytes) == (0, size)
+            elif op[0] == "claim":
+                assert plain.get(bytes(16), op[1], claim=True) == logged.get(bytes(16), op[1], claim=True)
+            else:
+                epoch, *rest = op[2]
+                record = _wire(op[1], epoch, record_of(*rest))
+                verdicts = [[verdict for verdict, _ in logs.append(bytes(16), [record])] for logs in (plain, logged)]
+                assert verdicts[0] == verdicts[1]
+        for name in ("a", "b"):
+            assert _get(plain, name) == _get(logged, name)
+        logged.close()
 
 
 def _wire(name: str, epoch: int, record: SessionRecord) -> pb.SessionRecord:

@@ -60,8 +60,11 @@ def test_a_rounded_trunk_is_compiled_as_it_is_written(checkpoint: Callable[[str]
     rigs = Rig(folder, rounded=True), CompiledRig(folder, whole=True, rounded=True)
     for rig in rigs:
         rig.add(CASES["qwen2-shared"].prompt, max_tokens=4)
+    steps = 0
     for written, compiled_ in zip(*(iter(rig.step, None) for rig in rigs), strict=True):
         close(compiled_[0], written[0])
+        steps += 1
+    assert steps == 4
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -127,6 +127,7 @@ def test_a_watch_that_is_cut_in_a_line_costs_nothing(kubernetes: FakeKubernetes,
         kubernetes.cut()
         kubernetes.put("b", [endpoint(f"10.0.0.{number}")])
         followed.wait_for("10.0.0.1:1", f"10.0.0.{number}:1")
+    assert all("10.0.0.1:1" in [found.address for found in table] for table in followed.seen)
 
 
 def test_a_server_that_says_nothing_is_left_after_the_timeout(

@@ -156,4 +156,9 @@ def test_threads_end_with_the_table() -> None:
     workers.want([Endpoint("a:1"), Endpoint("b:1")])
     workers.refresh()
     workers.close()
-    waiting.until(lambda: not any(thread.name.startswith("connect-") for thread in threading.enumerate()))
+
+    def connecting() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("connect-")]
+
+    waiting.until(lambda: not connecting())
+    assert connecting() == []
